@@ -16,8 +16,7 @@ from common import Section, argument_parser, measure_in_turns, median, rounds_te
 from torch import Tensor, nn
 
 import launcher
-from launcher.storage.buffers import aligned_buffer
-from launcher.storage.store import AioSettings, Extent, Store, Transfer
+from launcher.storage.store import AioSettings, Extent, Store, Transfer, aligned_buffer
 
 WIDTH = 2048
 NUM_READ, NUM_WRITTEN = 4, 3  # master, gradient and two states; the gradient is not written back

@@ -20,7 +20,7 @@ from pathlib import Path
 from common import ROOT, Section, argument_parser, median, rounds_text, table, write_page
 from harness.sshd import LoopbackSshd
 
-from launcher.base.file_limit import FILES_A_HOST
+from launcher.base.processes import FILES_A_HOST
 from launcher.cluster.cluster import Host
 from launcher.fleet.member import MAX_PARALLEL
 from launcher.transport.ssh.options import SshOptions

@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 # Public name -> module that defines it. The only place to add a public engine name.
 _LAZY_NAMES = {
     "EXIT_REQUEUE": "launcher.base.preemption",
-    "DistributedAttention": "launcher.parallel.sequence.attention",
+    "DistributedAttention": "launcher.parallel.sequence.exchange",
     "Engine": "launcher.engine.engine",
     "JobError": "launcher.base.errors",
     "JobTimeout": "launcher.api.outcome",
@@ -32,10 +32,10 @@ _LAZY_NAMES = {
     "phase": "launcher.base.progress",
     "preempted": "launcher.base.preemption",
     "run": "launcher.api.run",
-    "sequence_loss": "launcher.parallel.sequence.loss",
+    "sequence_loss": "launcher.parallel.sequence.batch",
     "shard_sequence": "launcher.parallel.sequence.batch",
     "submit": "launcher.api.submit",
-    "tp_model_init": "launcher.parallel.tensor.init",
+    "tp_model_init": "launcher.parallel.tensor.split",
 }
 # Public modules that are loaded the same way: name -> where it is.
 _LAZY_MODULES = {
@@ -101,10 +101,9 @@ if TYPE_CHECKING:
     from launcher.engine.engine import Engine
     from launcher.parallel.pipeline.module import PipelineModule
     from launcher.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
-    from launcher.parallel.sequence.attention import DistributedAttention
-    from launcher.parallel.sequence.batch import shard_sequence
-    from launcher.parallel.sequence.loss import sequence_loss
-    from launcher.parallel.tensor.init import tp_model_init
+    from launcher.parallel.sequence.batch import sequence_loss, shard_sequence
+    from launcher.parallel.sequence.exchange import DistributedAttention
+    from launcher.parallel.tensor.split import tp_model_init
     from launcher.slurm.script import Sbatch
 
 

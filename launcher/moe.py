@@ -12,7 +12,7 @@ from launcher.parallel.expert.parameters import (
     split_params_into_different_moe_groups_for_optimizer,
     split_params_into_shared_and_expert_params,
 )
-from launcher.zero.experts import is_moe_param
+from launcher.zero.marks import is_moe_param
 
 __all__ = [
     "MoE",

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from launcher.activation.settings import settings_in_force
 from launcher.base.errors import EngineError
-from launcher.comm.accelerator import accelerator_type, device_module
+from launcher.comm.device import accelerator_type, device_module
 
 MODEL_PARALLEL_STATE = "model-parallel-rng"
 _SEED_DISTANCE = 2718  # between the seeds of the two states; Megatron-LM's, so that its runs can be repeated

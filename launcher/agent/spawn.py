@@ -13,8 +13,7 @@ import subprocess
 from launcher.agent.wire import RESULT, STDERR, STDOUT, Spawn, SpawnFailed
 from launcher.base import env
 from launcher.base.errors import LauncherError, UsageError
-from launcher.base.file_limit import allow_files, give_limit, original_limit
-from launcher.base.processes import die_with_parent
+from launcher.base.processes import allow_files, die_with_parent, give_limit, original_limit
 from launcher.base.progress import NOTHING, make_counter
 from launcher.base.units import format_bytes
 from launcher.cluster.devices import Devices, all_devices, rank_devices

@@ -15,9 +15,9 @@ from launcher.api.pickling import pack_call
 from launcher.base import env as variables
 from launcher.base.errors import Diagnostic, JobError, LauncherError, UsageError
 from launcher.base.fields import filled
-from launcher.base.folders import working_folder
+from launcher.base.private_files import working_folder
 from launcher.cluster.cluster import Cluster, NodeRange
-from launcher.cluster.hostname import MAX_PORT
+from launcher.cluster.nodeset import MAX_PORT
 from launcher.compat import ENGINES
 from launcher.job.offered import offered_hosts
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, LONGEST_S, Command

@@ -6,6 +6,8 @@ into text and an exit code; libraries raise these and never print.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from launcher.base.exit_codes import ExitCode
 from launcher.base.record import Record
 
@@ -137,3 +139,21 @@ class CheckpointAssertionError(CheckpointError, AssertionError):
 
 class CheckpointValueError(CheckpointError, ValueError):
     """An argument of a call that saves or loads, where DeepSpeed raises ValueError."""
+
+
+# ---- The nearest known name for a mistyped one ----
+
+
+def nearest(name: str, choices: Iterable[str], *, cutoff: float = 0.6) -> str | None:
+    """Return the choice most like `name` (case ignored), or None when none is near."""
+    import difflib
+
+    by_lower = {choice.lower(): choice for choice in choices}
+    matches = difflib.get_close_matches(name.lower(), list(by_lower), n=1, cutoff=cutoff)
+    return by_lower[matches[0]] if matches else None
+
+
+def did_you_mean(name: str, choices: Iterable[str]) -> str | None:
+    """Return `did you mean "X"?` for the nearest choice, or None when none is near."""
+    near = nearest(name, choices)
+    return None if near is None else f'did you mean "{near}"?'

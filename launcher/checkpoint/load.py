@@ -21,9 +21,9 @@ from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.source import UNKNOWN_OPTIMIZER, WEIGHT, CheckpointSource, StoredParam
 from launcher.optim.api import FlatOptimizer, ParamShard
 from launcher.parallel.expert.share import absent_names
-from launcher.sharding.tensors import ParamInfo
+from launcher.sharding.layout import ParamInfo
+from launcher.zero.marks import slice_of
 from launcher.zero.parameters import full_shape, param_info, unit_params_of
-from launcher.zero.splits import slice_of
 from launcher.zero.unit import FlatUnit
 
 READ_TIMEOUT_S = 6 * 3600.0

@@ -13,8 +13,7 @@ from pathlib import Path
 
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint_files.manifest import MANIFEST, Manifest, check_tag, read_manifest
-from launcher.checkpoint_files.place import Place, children
-from launcher.checkpoint_files.remote import RemotePath
+from launcher.checkpoint_files.place import Place, RemotePath, children
 
 LATEST = "latest"
 _replacing = threading.Lock()  # saves of several engines may end in several threads, and share a file such as `latest`

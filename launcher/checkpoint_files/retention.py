@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import shutil
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,12 +19,13 @@ from launcher.checkpoint_files.folder import (
     is_of_a_save,
     is_temporary,
     latest_tag,
+    make_folder,
     names_in,
+    replace_file,
     sync_folder,
 )
-from launcher.checkpoint_files.manifest import MANIFEST
-from launcher.checkpoint_files.place import Place, children
-from launcher.checkpoint_files.remote import RemotePath
+from launcher.checkpoint_files.manifest import MANIFEST, Manifest, read_json, read_manifest
+from launcher.checkpoint_files.place import Place, RemotePath, children, size_of
 
 # A save that still runs has written something more recently than this.
 MIN_AGE_S = 900.0
@@ -147,3 +149,71 @@ def _stats_in(path: Path) -> Iterator[os.stat_result]:
     for each in (path, *(path.rglob("*") if path.is_dir() else ())):
         with contextlib.suppress(FileNotFoundError):
             yield each.lstat()
+
+
+# ---- What a run may continue from ----
+
+
+def candidates(root: Place) -> Iterator[Place | CheckpointError]:
+    """Yield the checkpoints of a folder, the one saved last at first, and in place of a damaged one what is wrong.
+
+    Those without a readable manifest come first: when they were saved is not known. Nothing of tensors is read: they
+    are verified as they are loaded. Each checkpoint is looked at when it is its turn, for it may have many files.
+    """
+    committed = {each.path: each.manifest for each in reversed(by_age(root))}
+    for path in children(root):
+        if path not in committed and not path.name.startswith(".") and (path / MANIFEST).exists():
+            try:
+                read_manifest(path)
+            except CheckpointError as error:
+                yield error
+    for path, manifest in committed.items():
+        try:
+            _look_at(path, manifest)
+        except CheckpointError as error:
+            yield error
+        else:
+            yield path
+
+
+def _look_at(folder: Place, manifest: Manifest) -> None:
+    """Raises: CheckpointError for a file that is missing or has another size, and a damaged state."""
+    read_json(folder, manifest.state, manifest)
+    for name, record in manifest.files.items():
+        path = folder / name
+        try:
+            num_bytes = size_of(path)
+        except FileNotFoundError:
+            if manifest.is_node_local:  # another host has it
+                continue
+            raise CheckpointError("it is missing", where=str(path)) from None
+        except OSError as error:
+            raise CheckpointError(f"it cannot be read: {error.strerror}", where=str(path)) from None
+        if num_bytes != record.num_bytes:
+            message = f"it has {num_bytes} bytes, the manifest says {record.num_bytes}"
+            raise CheckpointError(message, where=str(path))
+
+
+# ---- Which jobs save into a folder ----
+
+
+OWNERS = "run.json"
+_MAX_JOBS = 100
+
+
+def owners_of(root: Place) -> list[str]:
+    """Return the ids of jobs that have saved into a folder, the last one at the end; none where it is not known."""
+    try:
+        plain = json.loads((root / OWNERS).read_bytes())
+        return [str(job) for job in plain["jobs"]]
+    except (OSError, ValueError, TypeError, KeyError, RecursionError):
+        return []
+
+
+def add_owner(root: Place, jobs: Collection[str]) -> None:
+    """Note that a job saves into a folder, which is made. jobs: all ids it has. Raises: OSError, CheckpointError."""
+    make_folder(root)
+    before = owners_of(root)
+    now = [*(job for job in before if job not in jobs), *jobs][-_MAX_JOBS:]
+    if now != before:
+        replace_file(root / OWNERS, json.dumps({"jobs": now}, indent=1).encode() + b"\n")

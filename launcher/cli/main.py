@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import click
 
 from launcher import __version__
-from launcher.base.errors import LauncherError, UsageError
+from launcher.base.errors import LauncherError, UsageError, did_you_mean
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import raise_at_interrupt
-from launcher.base.suggest import did_you_mean
 from launcher.base.units import printable
 from launcher.cli.console import streams
 from launcher.cli.options.command import spelled

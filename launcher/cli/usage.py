@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import click
 
-from launcher.base.errors import UsageError
-from launcher.base.suggest import did_you_mean, nearest
+from launcher.base.errors import UsageError, did_you_mean, nearest
 from launcher.cli.options.accepted import without_counterpart
 from launcher.cli.options.command import Option, spelled
 

@@ -12,13 +12,10 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from launcher.base.errors import Diagnostic, HostfileError, UsageError
-from launcher.base.suggest import did_you_mean
+from launcher.base.errors import Diagnostic, HostfileError, UsageError, did_you_mean
 from launcher.base.units import counted
 from launcher.cluster.cluster import Cluster, Host
-from launcher.cluster.fold import fold
-from launcher.cluster.hostname import is_ipv6
-from launcher.cluster.nodeset import expand, expand_numbers
+from launcher.cluster.nodeset import expand, expand_numbers, fold, is_ipv6
 
 _FORM = 'expected "host", "host:0,2" or several of them joined by "@"'
 _MORE_HOSTS = {"hostfile": "add hosts to the hostfile", "Slurm": "ask Slurm for more nodes"}

@@ -10,10 +10,9 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from launcher.base.errors import Diagnostic, HostfileError
-from launcher.base.suggest import did_you_mean
+from launcher.base.errors import Diagnostic, HostfileError, did_you_mean
 from launcher.cluster.cluster import MAX_EXPANSION, MAX_SLOTS, Cluster, Host
-from launcher.cluster.hostname import Address, parse_address, parse_port
+from launcher.cluster.nodeset import Address, parse_address, parse_port
 
 MAX_HOSTFILE_BYTES = 16 * 1024 * 1024  # of a whole file, which is read into memory at once
 _MAX_DIAGNOSTICS = 50  # a file that is not a hostfile at all must not print a line for each of its lines

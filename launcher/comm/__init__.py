@@ -1,5 +1,5 @@
 """Layer 1: process groups and collectives on flat buffers."""
 
-from launcher.comm.log import log_summary
+from launcher.comm.observe import log_summary
 
 __all__ = ["log_summary"]

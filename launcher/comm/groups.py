@@ -18,12 +18,11 @@ from launcher.base import env
 from launcher.base.errors import EngineError, UsageError
 from launcher.base.progress import phase
 from launcher.base.scheduler_rank import scheduler_rank
+from launcher.comm.backends import GlooCommunicator, NcclCommunicator
 from launcher.comm.buffers import BufferPool
 from launcher.comm.communicator import Alone, Communicator
-from launcher.comm.copier import HostDeviceCopier
 from launcher.comm.device import DeviceRuntime, backend_name, local_device, use_local_device
-from launcher.comm.gloo import GlooCommunicator
-from launcher.comm.nccl import NcclCommunicator
+from launcher.comm.host_memory import HostDeviceCopier
 from launcher.comm.pending import Call, begin_call, end_call, name_next, waits_for
 from launcher.comm.streams import Streams
 

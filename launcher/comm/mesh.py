@@ -11,16 +11,31 @@ over the rest of it.
 
 from __future__ import annotations
 
+import atexit
+import contextlib
+import datetime
 import functools
+import gc
+import sys
+import time
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from launcher.base.errors import EngineError
 from launcher.comm.device import local_device
-from launcher.comm.groups import RankGroup, agree_on_group, has_own_reductions, timeout_of, with_reductions
+from launcher.comm.groups import (
+    RankGroup,
+    agree_on_group,
+    forget_process_groups,
+    has_own_reductions,
+    timeout_of,
+    with_reductions,
+)
 from launcher.comm.hosts import node_names
+from launcher.comm.pending import drain
 from launcher.sharding.mesh import AXES, MeshSizes
 from launcher.sharding.pipeline import num_links
 
@@ -261,3 +276,53 @@ def forget_meshes() -> None:
     _rows.cache_clear()
     _subgroups.clear()
     _current.clear()
+
+
+# ---- Leaving the process group in order ----
+
+
+_EXIT_TIMEOUT = datetime.timedelta(seconds=5)
+_GLOO_THREAD = "pt_gloo_runloop"
+_POLL_S = 0.001
+_IDLE_POLLS = 5  # one is not enough: a thread that waits for the interpreter, which the poll holds, looks idle
+
+
+@functools.cache
+def leave_in_order() -> None:
+    """At the normal end of this process wait for transfers under way and end the process group.
+
+    Without it the end of a training script is a race: a rank that leaves while the last step's parameters are still
+    being exchanged is aborted by gloo, and NCCL complains. After an exception nothing is waited for: the peers may be
+    gone.
+    """
+    atexit.register(_leave)
+
+
+def _leave() -> None:
+    if hasattr(sys, "last_value"):
+        return
+    drain(_EXIT_TIMEOUT)
+    if dist.is_initialized():  # else the script has ended it, and its threads may still be there
+        dist.destroy_process_group()
+    forget_meshes()
+    forget_process_groups()
+    gc.collect()
+    deadline_s = time.monotonic() + _EXIT_TIMEOUT.total_seconds()
+    num_idle = 0
+    while num_idle < _IDLE_POLLS and time.monotonic() < deadline_s:
+        num_idle = 0 if _is_gloo_busy() else num_idle + 1
+        time.sleep(_POLL_S)
+
+
+def _is_gloo_busy() -> bool:
+    """Whether a thread of gloo still runs.
+
+    A collective is done before its thread has released the tensors. To release one that Python has dropped, the thread
+    needs the interpreter; if that is being finalized, the process is aborted.
+    """
+    for task in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):  # it has ended
+            name, _, rest = (task / "stat").read_text().partition("(")[2].rpartition(")")
+            if name.startswith(_GLOO_THREAD) and rest.split()[0] != "S":
+                return True
+    return False

@@ -16,9 +16,9 @@ from torch import Tensor
 
 from launcher.base import env
 from launcher.base.errors import EngineError
-from launcher.comm.accelerator import accelerator_type, device_module
+from launcher.comm.device import accelerator_type, device_module
 from launcher.compat.op_builders import ALL_OPS, NotImplementedBuilder, OpBuilder
-from launcher.monitor.memory import host_memory, memory_use
+from launcher.monitor.meters import host_memory, memory_use
 
 # Names of torch's modules for kinds of devices that the CPU's does not have: what they return there. Nothing is cached
 # and nothing is waited for on a CPU.

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
-from launcher.comm import log as comms_log
 from launcher.comm import observe
-from launcher.comm.log import CommsLog, LogRules, bandwidths_gbps, start_log, stop_log
+from launcher.comm import observe as comms_log
+from launcher.comm.observe import CommsLog, LogRules, bandwidths_gbps, start_log, stop_log
 from launcher.compat.logs import log_dist, logger
 from launcher.compat.ranks import get_world_size
 from launcher.compat.timers import trim_mean

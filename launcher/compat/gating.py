@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from launcher.base.errors import EngineError
 from launcher.comm.mesh import current_mesh
-from launcher.parallel.expert.compute import output_of
+from launcher.parallel.expert.exchange import output_of
 from launcher.parallel.expert.gating import GateOptions, choose, counts_of, jittered, places_of
 from launcher.parallel.tensor.functions import gather_last_dim, split_last_dim
 

@@ -8,8 +8,7 @@ from typing import Any, ClassVar
 from launcher.compat.ranks import get_rank
 from launcher.config.load import load_config
 from launcher.config.schema import Config
-from launcher.monitor.curves import open_curves
-from launcher.monitor.writers import Event
+from launcher.monitor.curves import Event, open_curves
 
 
 def get_monitor_config(param_dict: dict[str, Any]) -> Config:

@@ -61,7 +61,7 @@ NAMES: dict[str, dict[str, str]] = {
         "launcher.engine.engine": "DeepSpeedEngine=Engine",
         "launcher.engine.pipeline": "PipelineEngine",
         f"{_DEFINED}.pipe": "PipelineModule",
-        "launcher.parallel.tensor.init": "tp_model_init",
+        "launcher.parallel.tensor.split": "tp_model_init",
     },
     "accelerator": {
         f"{_DEFINED}.accelerator": """

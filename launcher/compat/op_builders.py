@@ -7,7 +7,7 @@ from typing import NoReturn
 import torch
 
 from launcher.base.errors import EngineError
-from launcher.comm.accelerator import accelerator_type
+from launcher.comm.device import accelerator_type
 
 
 class OpBuilder:

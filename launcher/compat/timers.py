@@ -14,7 +14,7 @@ from launcher.base.log import get_logger
 from launcher.comm.device import local_device
 from launcher.compat.accelerator import get_accelerator
 from launcher.compat.logs import log_dist
-from launcher.monitor.memory import GIB, memory_use
+from launcher.monitor.meters import GIB, memory_use
 
 
 def trim_mean(data: Sequence[float], trim_percent: float) -> float:

@@ -17,10 +17,10 @@ from launcher.base.errors import EngineError, EngineKeyError, EngineValueError
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.mesh import current_mesh, subgroup
-from launcher.parallel.sequence import attention
+from launcher.parallel.sequence import exchange
 from launcher.parallel.sequence.batch import cut, part_of_batch, with_positions
+from launcher.parallel.sequence.exchange import sequence_ranks
 from launcher.parallel.sequence.hugging_face import check_implementation, check_model, hugging_face_models
-from launcher.parallel.sequence.ranks import sequence_ranks
 from launcher.sharding.mesh import MeshSizes
 
 _made: list[SequenceGroups] = []  # the last one
@@ -262,7 +262,7 @@ def _as_bytes(part: dict[str, Any], device: torch.device) -> Tensor:
     return torch.cat([value.contiguous().view(-1).view(torch.uint8) for value in tensors])
 
 
-class DistributedAttention(attention.DistributedAttention):
+class DistributedAttention(exchange.DistributedAttention):
     """`launcher.DistributedAttention` with DeepSpeed's arguments."""
 
     def __init__(

@@ -24,7 +24,7 @@ from launcher.comm.mesh import current_mesh
 from launcher.compat.accelerator import get_accelerator
 from launcher.compat.ranks import get_rank
 from launcher.moe import is_moe_param
-from launcher.monitor.memory import GIB, memory_use
+from launcher.monitor.meters import GIB, memory_use
 from launcher.zero import safe_get_full_grad, safe_set_full_grad, set_z3_leaf_module
 
 _P = ParamSpec("_P")

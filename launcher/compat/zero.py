@@ -21,8 +21,7 @@ from launcher.compat.accelerator import get_accelerator
 from launcher.config.schema_zero import LeafModule
 from launcher.engine.engine import Engine
 from launcher.optim.catalog import is_known
-from launcher.optim.muon.muon import as_matrix, iteration
-from launcher.optim.muon.orthogonal import orthogonalized
+from launcher.optim.muon.muon import as_matrix, iteration, orthogonalized
 from launcher.zero import GatheredParameters, Init, TiledLinear
 from launcher.zero.unit import unit_of
 

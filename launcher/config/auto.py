@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.base.errors import ConfigError, Diagnostic
-from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.elastic import elastic_batch_of
+from launcher.config.equations import BATCH_KEYS, solve_batch
 from launcher.config.fields import AUTO, Section, is_list_of_sections, section_of
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS

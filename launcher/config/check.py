@@ -8,10 +8,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from launcher.base.errors import ConfigError, Diagnostic
-from launcher.base.suggest import did_you_mean, nearest
-from launcher.config.batch import BATCH_KEYS, solve_batch
+from launcher.base.errors import ConfigError, Diagnostic, did_you_mean, nearest
 from launcher.config.elastic import elastic_batch_of
+from launcher.config.equations import BATCH_KEYS, mesh_sizes, solve_batch
 from launcher.config.fields import (
     AUTO,
     Auto,
@@ -24,14 +23,19 @@ from launcher.config.fields import (
     shown,
     status_of,
 )
-from launcher.config.findings import Finding
-from launcher.config.mesh import mesh_sizes
 from launcher.config.normalise import Normalised, normalise
-from launcher.config.positions import Path
-from launcher.config.rules import one_bit_problems, precision_problems, unused_expert_size
-from launcher.config.rules_checkpoint import checkpoint_problems
-from launcher.config.rules_offload import offload_problems, unused_offload
-from launcher.config.rules_pipeline import micro_batch_problems, pipeline_problems, unused_schedule
+from launcher.config.positions import Finding, Path
+from launcher.config.rules import (
+    checkpoint_problems,
+    micro_batch_problems,
+    offload_problems,
+    one_bit_problems,
+    pipeline_problems,
+    precision_problems,
+    unused_expert_size,
+    unused_offload,
+    unused_schedule,
+)
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
 from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS, WORKING_SCHEDULERS

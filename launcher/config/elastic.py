@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from launcher.base.errors import ConfigError
-from launcher.config.batch import BatchPlan
+from launcher.config.equations import BatchPlan
 from launcher.config.fields import Auto
 from launcher.config.schema import Config
 from launcher.config.schema_other import Elasticity

@@ -12,8 +12,7 @@ from typing import Any
 
 from launcher.base.errors import ConfigAssertionError, ConfigError, Diagnostic
 from launcher.config.check import check
-from launcher.config.findings import Finding
-from launcher.config.positions import Located, read_json, read_yaml
+from launcher.config.positions import Finding, Located, read_json, read_yaml
 from launcher.config.schema import Config
 
 Source = str | os.PathLike[str] | Mapping[str, Any]

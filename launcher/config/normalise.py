@@ -11,8 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.config.fields import AUTO, Section, aliases_of, is_flag, is_rounded, section_of, shown
-from launcher.config.findings import Finding
-from launcher.config.positions import Path
+from launcher.config.positions import Finding, Path
 from launcher.config.schema import Config
 
 # Old switch -> the section that has taken its place, with "device": "cpu".

@@ -9,8 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from launcher.config.schema import Config
-from launcher.config.schema_training import FLOAT16
+from launcher.config.schema import FLOAT16, Config
 
 
 class DType(Enum):

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
-from launcher.config.fields import AUTO
+import re
+
+from launcher.config.fields import AUTO, shown
 from launcher.config.positions import Path
-from launcher.config.schema import Config
+from launcher.config.schema import FLOAT16, Config
 from launcher.config.schema_optimizers import ONE_BIT_OPTIMIZERS
-from launcher.config.schema_training import FLOAT16
+from launcher.config.schema_parallel import Pipeline
+from launcher.config.schema_zero import OffloadOptimizer, OffloadParam
+from launcher.sharding.pipeline import DEFAULT_SCHEDULE, SCHEDULES, PipelinePlan, virtual_problem
 
 Problem = tuple[Path, str, str]  # the key, what is wrong, what to do
 
@@ -102,3 +106,222 @@ def unused_expert_size(config: Config) -> list[tuple[Path, str]]:
         return []
     message = f"expert_parallel.autoep_size {size} has no effect: expert_parallel.enabled is not true"
     return [(("expert_parallel", "autoep_size"), message)]
+
+
+# ---- checkpoint ----
+
+
+def checkpoint_problems(config: Config) -> list[Problem]:
+    """Return which keys about checkpoints lack another one that they need."""
+    section = config.checkpoint
+    problems: list[Problem] = []
+    save_every, keep_last = _number(section.save_every), _number(section.keep_last)
+    if save_every is not None and not section.folder:
+        message = f"save_every {save_every} needs a folder to save into"
+        problems.append((("checkpoint", "save_every"), message, 'add "folder" to checkpoint'))
+    if keep_last is not None and section.save_every is None:
+        message = f"keep_last {keep_last} needs save_every: only the engine's own saves remove checkpoints"
+        hint = 'add "save_every", or call `launch checkpoint prune` yourself'
+        problems.append((("checkpoint", "keep_last"), message, hint))
+    if section.format == "deepspeed" and section.use_node_local_storage is True:
+        message = "DeepSpeed's files are made of those of all ranks, which use_node_local_storage keeps on their hosts"
+        hint = "remove format, and use `launch checkpoint export --format deepspeed` on the files in one folder"
+        problems.append((("checkpoint", "format"), message, hint))
+    return problems + _kept_steps(config)
+
+
+def _kept_steps(config: Config) -> list[Problem]:
+    section, path = config.checkpoint, ("checkpoint", "keep_every")
+    keep_every, save_every = _number(section.keep_every), _number(section.save_every)
+    if keep_every is None:
+        return []
+    if section.keep_last is None:
+        message = f"keep_every {keep_every} has nothing to protect: without keep_last all checkpoints are kept"
+        return [(path, message, 'add "keep_last", or remove keep_every')]
+    if save_every is not None and keep_every % save_every:
+        message = f"keep_every {keep_every} is not a multiple of save_every {save_every}: many steps are never saved"
+        return [(path, message, f"use a multiple of {save_every}")]
+    return []
+
+
+def _number(value: object) -> int | None:
+    """Return the value of a key; None where it has none, or "auto"."""
+    return value if isinstance(value, int) else None
+
+
+# ---- Offload ----
+
+
+# Types whose step the engine's own kernels take, range by range as a disk delivers them.
+KERNEL_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "MuAdam", "MuAdamW", "MuSGD", "Muon", "SGD")
+# Those of them whose steps ranks take together.
+_COLLECTIVE = ("Lamb", "Muon")
+
+
+def offload_problems(config: Config) -> list[Problem]:
+    """Return what cannot be offloaded as asked for."""
+    zero = config.zero_optimization
+    problems: list[Problem] = []
+    for name in ("offload_optimizer", "offload_param"):
+        section: OffloadOptimizer | OffloadParam = getattr(zero, name)
+        if section.device in ("none", AUTO) or (name == "offload_param" and zero.stage not in (3, AUTO)):
+            continue
+        path: Path = ("zero_optimization", name, "device")
+        if zero.stage == 0:
+            message = f"{name} {shown(section.device)} needs stage 1, 2 or 3, not 0"
+            problems.append((path, message, f'set "stage": 3, or remove {name}'))
+        if section.device == "nvme" and not section.nvme_path:
+            hint = f'add "nvme_path" to {name}: a folder on the fast disk of each host'
+            problems.append((path, f'{name} "nvme" needs a folder', hint))
+    kind = config.optimizer.type if config.optimizer is not None else None
+    problems += _delay_problems(zero.offload_optimizer, kind)
+    if zero.offload_optimizer.device == "nvme" and kind is not None and kind not in KERNEL_OPTIMIZERS:
+        message = f"optimizer type {kind} cannot be updated from disk"
+        problems.append((("optimizer", "type"), message, f"use one of {', '.join(KERNEL_OPTIMIZERS)}"))
+    return problems
+
+
+def unused_offload(config: Config) -> list[tuple[Path, str]]:
+    """Return what is asked for without effect, together with what is offloaded or is not."""
+    zero, optimizer = config.zero_optimization, config.optimizer
+    found: list[tuple[Path, str]] = []
+    if zero.offload_param.device not in ("none", AUTO) and zero.stage not in (3, AUTO):
+        place = shown(zero.offload_param.device)
+        message = f"offload_param {place} has no effect: at stage {zero.stage} every rank keeps whole parameters"
+        found.append((("zero_optimization", "offload_param"), message))
+    params = {} if optimizer is None or not isinstance(optimizer.params, dict) else optimizer.params  # may be "auto"
+    if params.get("torch_adam") is True and updates_in_parts(config):
+        message = (
+            "torch_adam true has no effect: states on disk, and delayed updates, are updated in parts, which the"
+            " engine's kernel does"
+        )
+        found.append((("optimizer", "params", "torch_adam"), message))
+    return found
+
+
+def updates_in_parts(config: Config) -> bool:
+    """Whether optimizer states are updated as they come from a disk, or beside the next step."""
+    section = config.zero_optimization.offload_optimizer
+    return section.device == "nvme" or (section.device == "cpu" and section.delayed_update is True)
+
+
+def _delay_problems(section: OffloadOptimizer, kind: str | None) -> list[Problem]:
+    """Return why an update cannot be delayed. kind: the optimizer's type, None where a script brings its own."""
+    if section.delayed_update is not True:
+        return []
+    path: Path = ("zero_optimization", "offload_optimizer", "delayed_update")
+    problems: list[Problem] = []
+    if section.device not in ("cpu", AUTO):
+        message = f"delayed_update needs the optimizer in host memory, not {shown(section.device)}"
+        problems.append((path, message, 'set "device": "cpu", or remove delayed_update'))
+    if section.ratio not in (1.0, AUTO):
+        message = f"delayed_update needs all of the optimizer in host memory, not {shown(section.ratio)} of it"
+        problems.append((path, message, "remove ratio or delayed_update"))
+    if kind is not None and (kind not in KERNEL_OPTIMIZERS or kind in _COLLECTIVE):
+        possible = ", ".join(name for name in KERNEL_OPTIMIZERS if name not in _COLLECTIVE)
+        problems.append((path, f"delayed_update is not possible with {kind}", f"remove it, or use {possible}"))
+    return problems
+
+
+# ---- Pipelines ----
+
+
+_METHODS = ("best", "parameters", "uniform", "profile")
+
+
+def pipeline_problems(config: Config) -> list[Problem]:
+    """Return what cannot be done with the pipeline that a config asks for."""
+    section = config.pipeline
+    problems = _partition_problems(section.partition)
+    num_virtual, path = section.virtual_stages, ("pipeline", "virtual_stages")
+    if _are_decided(section):
+        found = virtual_problem(section.schedule, num_virtual)
+        if found is not None:
+            problems.append((path, *found))
+        elif section.stages == 1 and num_virtual > 1:
+            message = f"virtual_stages {num_virtual} divides the stages of several ranks, and pipeline.stages is 1"
+            problems.append((path, message, "remove virtual_stages"))
+    stages = section.stages
+    if not _is_on(config):
+        return problems
+    if not config.managed_gradient_accumulation:
+        message = (
+            "managed_gradient_accumulation false is not supported with pipeline parallelism: train_batch() runs all"
+            " micro-batches of a step"
+        )
+        problems.append((("managed_gradient_accumulation",), message, "remove it"))
+    zero = config.zero_optimization.stage
+    if zero in (2, 3):
+        what = "sums" if zero == 2 else "gathers parameters and sums"
+        message = (
+            f"ZeRO stage {zero} {what} gradients over the ranks in every micro-batch, which a pipeline has many of in"
+            f" one step; its stages divide parameters and gradients by {stages} already"
+        )
+        problems.append((("zero_optimization", "stage"), message, "use stage 0 or 1 with pipeline parallelism"))
+    return problems
+
+
+def unused_schedule(config: Config) -> list[tuple[Path, str]]:
+    """Return that a schedule has no effect, where there is one stage."""
+    schedule = config.pipeline.schedule
+    if schedule in (DEFAULT_SCHEDULE, AUTO) or _is_on(config):
+        return []
+    return [(("pipeline", "schedule"), f'pipeline.schedule "{schedule}" has no effect: the model is one stage')]
+
+
+def micro_batch_problems(config: Config, num_micro_batches: int | None) -> tuple[list[Problem], list[Problem]]:
+    """Return what is wrong, and what is slow, with a number of micro-batches a step; None: not known."""
+    steps = num_micro_batches if num_micro_batches is not None else config.gradient_accumulation_steps
+    plan = pipeline_plan(config, steps if isinstance(steps, int) else None)
+    if plan is None or not isinstance(steps, int):
+        return [], []
+    path: Path = ("gradient_accumulation_steps",)
+    problem = plan.problem()
+    if problem is not None:
+        return [(path, *problem)], []
+    wanted = 2 * plan.num_ranks if SCHEDULES[plan.schedule].is_v_shaped else plan.num_ranks
+    if steps >= wanted:
+        return [], []
+    message = (
+        f"{steps} micro-batches a step leave the {plan.num_ranks} ranks of a pipeline idle for"
+        f" {plan.idle_fraction:.0%} of it or more"
+    )
+    return [], [(path, message, f"use {wanted} or more")]
+
+
+def pipeline_plan(config: Config, num_micro_batches: int | None) -> PipelinePlan | None:
+    """Return the pipeline that a config asks for; None where it asks for none, or leaves its size open.
+
+    num_micro_batches: of one step; None: 1.
+    """
+    section = config.pipeline
+    if section.stages is None or not _is_on(config) or not _are_decided(section):
+        return None
+    if virtual_problem(section.schedule, section.virtual_stages) is not None:
+        return None
+    return PipelinePlan(section.stages, section.virtual_stages, section.schedule, num_micro_batches or 1)
+
+
+def _are_decided(section: Pipeline) -> bool:
+    """Whether schedule and virtual stages have values: neither is "auto", nor was it wrong and reported."""
+    return section.schedule in SCHEDULES and type(section.virtual_stages) is int
+
+
+def _is_on(config: Config) -> bool:
+    stages = config.pipeline.stages
+    return type(stages) is int and stages > 1
+
+
+def _partition_problems(method: str) -> list[Problem]:
+    kind, _, pattern = method.partition(":")
+    path: Path = ("pipeline", "partition")
+    if method == AUTO or kind.lower() in _METHODS:
+        return []
+    if kind.lower() != "type":
+        hint = 'use "best", "parameters", "uniform", "profile", or "type:" and a regular expression'
+        return [(path, f'there is no partition by "{method}"', hint)]
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        return [(path, f'"{pattern}" is not a regular expression: {error}', "names of classes are searched with it")]
+    return []

@@ -11,7 +11,7 @@ from launcher.base.log import get_logger
 from launcher.base.preemption import EXIT_REQUEUE, preempted
 from launcher.checkpoint_files.place import Place, place_of
 from launcher.checkpoint_files.retention import Retention, prune
-from launcher.comm.agreement import Agreement
+from launcher.comm.hosts import Agreement
 from launcher.config.schema_other import Checkpoint
 
 

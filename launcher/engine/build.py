@@ -12,19 +12,16 @@ from torch.utils.data import Dataset
 from launcher.activation.settings import use_section
 from launcher.base.errors import ConfigAssertionError, EngineAssertionError, EngineError
 from launcher.base.log import get_logger
-from launcher.base.malloc import keep_freed_memory
 from launcher.base.progress import phase, tell
 from launcher.comm import collectives, pending
-from launcher.comm.accelerator import offset_seed
-from launcher.comm.exit import leave_in_order
+from launcher.comm.device import offset_seed
 from launcher.comm.groups import RankGroup, init_distributed, world_group
-from launcher.comm.mesh import ParallelMesh, build_mesh
+from launcher.comm.mesh import ParallelMesh, build_mesh, leave_in_order
 from launcher.config.auto import AutoFacts, resolve_auto
-from launcher.config.batch import BatchPlan, solve_batch
+from launcher.config.equations import BatchPlan, mesh_sizes, solve_batch
 from launcher.config.load import load_config
-from launcher.config.mesh import mesh_sizes
 from launcher.config.policies import DType
-from launcher.config.rules_offload import updates_in_parts
+from launcher.config.rules import updates_in_parts
 from launcher.config.schema import Config
 from launcher.engine.announce import announce, announce_disks
 from launcher.engine.casting import (
@@ -39,15 +36,14 @@ from launcher.engine.casting import (
     widen_batch_norms,
 )
 from launcher.engine.data import DistributedLoader, build_loader
-from launcher.engine.dynamo import without_dynamo
 from launcher.engine.engine import Engine, EngineParts
 from launcher.engine.experts import sizes_with_experts, spread_over_ranks
-from launcher.engine.kernels import trusted_kernel
 from launcher.engine.model_check import check_for_ranks, check_model, check_types, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parallel import check_optimizer, split_over_ranks
 from launcher.engine.pipeline import PipelineEngine
-from launcher.engine.policy import loss_scale_rules, swap_space, zero_policy
+from launcher.engine.policy import loss_scale_rules, swap_space, trusted_kernel, zero_policy
+from launcher.engine.process import keep_freed_memory, without_dynamo
 from launcher.engine.sequence import attach_sequence, check_groups, check_sequence, sequence_size
 from launcher.engine.sharded import ShardedModel, end_engine_of
 from launcher.engine.stages import divide_into_stages
@@ -56,29 +52,29 @@ from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
 from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
 from launcher.optim.factory import (
+    MUP_TYPES,
     OptimizerBackend,
     OptimizerPlan,
     ZeroRules,
     group_of_parameters,
+    mup_plan,
     plan_from_client,
     plan_from_config,
 )
 from launcher.optim.muon.plan import muon_plan
-from launcher.optim.mup import MUP_TYPES, mup_plan
+from launcher.optim.onebit.algorithms import ONE_BIT, one_bit_plan
 from launcher.optim.onebit.flat import OneBitFlat
-from launcher.optim.onebit.plan import ONE_BIT, one_bit_plan
 from launcher.optim.rules import COLLECTIVE
 from launcher.optim.scaling import LossScaler, LossScaleRules
-from launcher.optim.torch_schedules import schedule_from_client, schedule_from_config
+from launcher.optim.schedules import schedule_from_client, schedule_from_config
 from launcher.parallel.expert.share import expert_buffers
 from launcher.parallel.pipeline.divide import requested_stages
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.sharding.mesh import MeshSizes
-from launcher.zero.delayed import DelayedUpdate
-from launcher.zero.experts import is_moe_param
 from launcher.zero.gathered import register_outside
 from launcher.zero.hooks import install_hooks
 from launcher.zero.leaves import mark_leaves
+from launcher.zero.marks import is_moe_param
 from launcher.zero.order import CollectiveOrder
 from launcher.zero.parameters import unit_params_of
 from launcher.zero.partition import build_units
@@ -86,7 +82,7 @@ from launcher.zero.placement import Disks
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.stages import TORCH_DTYPES, Place, Precision, ZeroPolicy
-from launcher.zero.step import MAX_NAMES
+from launcher.zero.step import MAX_NAMES, DelayedUpdate
 
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 

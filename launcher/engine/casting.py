@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
-from launcher.zero.autocast import mark_fp32
+from launcher.zero.partition import mark_fp32
 
 _WIDE = (torch.float32, torch.float64)
 

@@ -22,15 +22,14 @@ from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.open import is_checkpoint, open_source
 from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, RunState
 from launcher.checkpoint.load import READ_TIMEOUT_S, Target, groups_for, load_parameters
-from launcher.checkpoint.saving.asynchronous import BackgroundSaver
 from launcher.checkpoint.saving.contents import UnitContents, contents_of, writer_index
-from launcher.checkpoint.saving.save import Encoded, RankData, Save, SaveRequest, SharedData
+from launcher.checkpoint.saving.save import BackgroundSaver, Encoded, RankData, Save, SaveRequest, SharedData
 from launcher.checkpoint.values.rng import restore_rng, rng_state
 from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag
 from launcher.checkpoint_files.place import Place
 from launcher.config.schema import Config
-from launcher.engine import across_stages
+from launcher.engine import stages
 from launcher.engine.data import keeps_position
 from launcher.parallel.expert.share import absent_parameters
 from launcher.zero.gathered import GatheredParameters
@@ -235,10 +234,10 @@ class Checkpoints:
             buffers, extra_state = _buffers_of(engine.module), _extra_state_of(engine.module)
         except Exception as raised:  # noqa: BLE001  # the other stages wait for this one
             error = raised
-        across_stages.check_all(pipeline, error)
+        stages.check_all(pipeline, error)
         names = {param: name for name, param in engine.module.named_parameters()}
         order, trained = (dict.fromkeys(each) for each in (names.values(), _in_groups(names, engine.optimizer)))
-        tied, buffers, extra_state, order, trained = across_stages.joined_mappings(
+        tied, buffers, extra_state, order, trained = stages.joined_mappings(
             pipeline, _tied_names(engine.module), buffers, extra_state, order, trained
         )
         facts = {
@@ -316,7 +315,7 @@ class Checkpoints:
         optimizer = engine.optimizer if options.loads_optimizer else None
         is_custom = options.custom_load is not None
         states = None if optimizer is None else optimizer.flat
-        others = across_stages.names_of_others(self._parts.mesh.pipeline, engine.module)
+        others = stages.names_of_others(self._parts.mesh.pipeline, engine.module)
         target = Target(engine.module, sharded.units, states, loads_weights=not is_custom, names_of_others=others)
         load_parameters(source, target, exchange, is_strict=options.is_strict and not is_custom)
         if options.custom_load is not None:

@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 from launcher.base import env
 from launcher.base.errors import EngineAssertionError, EngineError, EngineKeyError
 from launcher.base.log import get_logger
-from launcher.comm.accelerator import device_module
-from launcher.config.batch import BatchPlan
+from launcher.comm.device import device_module
+from launcher.config.equations import BatchPlan
 from launcher.config.policies import DType
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.offloaded import OffloadedStates, check_device, kinds_of
@@ -24,7 +24,7 @@ from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.sharded import ShardedModel
 from launcher.engine.watch import ProfiledStep, Watch
 from launcher.monitor.curves import Curves
-from launcher.monitor.throughput import ThroughputTimer
+from launcher.monitor.meters import ThroughputTimer
 from launcher.zero.stages import TORCH_DTYPES
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from launcher.checkpoint.formats.source import RunState
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
-from launcher.config.batch import BatchPlan, solve_batch
+from launcher.config.equations import BatchPlan, solve_batch
 from launcher.config.schema import Config
 from launcher.engine.autosave import Autosave
 from launcher.engine.backward import BackwardPass, ScriptsPass, check_loss, scaled_up, unscaled_error
@@ -35,8 +35,7 @@ from launcher.engine.saving import SavesCheckpoints
 from launcher.engine.sequence import SequenceRanks
 from launcher.engine.sharded import ShardedModel
 from launcher.engine.watch import StepFacts, Watch
-from launcher.monitor.loss import LossReporter
-from launcher.monitor.throughput import ThroughputTimer
+from launcher.monitor.meters import LossReporter, ThroughputTimer
 from launcher.zero.parameters import find_shared_counts
 from launcher.zero.stages import ZeroPolicy
 from launcher.zero.step import step_units

@@ -10,13 +10,13 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.comm.mesh import ParallelMesh
-from launcher.config.mesh import with_experts
+from launcher.config.equations import with_experts
 from launcher.config.schema import Config
 from launcher.parallel.expert.share import spread_containers
 from launcher.parallel.expert.spread import spread_experts
 from launcher.parallel.expert.whole import return_whole_state
 from launcher.sharding.mesh import MeshSizes
-from launcher.zero.experts import is_moe_param
+from launcher.zero.marks import is_moe_param
 from launcher.zero.parameters import unit_params_of
 
 

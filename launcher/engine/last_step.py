@@ -7,17 +7,32 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from launcher.base.log import get_logger
+from launcher.comm import collectives
+from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.engine.optimizer import ZeroOptimizer
-from launcher.engine.overflow import reason
-from launcher.optim.api import DeviceScaled
-from launcher.optim.states import options_of
-from launcher.optim.torch_schedules import steps_by_itself
-from launcher.zero.norm import StepOutcome
+from launcher.optim.api import DeviceScaled, options_of
+from launcher.optim.schedules import steps_by_itself
+from launcher.zero.step import StepOutcome, first_bad_gradient
 from launcher.zero.unit import FlatUnit
+
+
+def reason(units: list[FlatUnit], group: RankGroup, losses: list[Tensor], norm: float) -> str:
+    """Name the ranks whose loss is not finite, or else the parameter whose gradient is not. Every rank must call it.
+
+    losses: of this rank's micro-batches since the last step, as far as the engine has seen any; norm: of all gradients.
+    """
+    mean = torch.stack([loss.float() for loss in losses]).mean().item() if losses else 0.0
+    by_rank = collectives.gather_scalars(group, mean)
+    bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(by_rank) if not math.isfinite(loss)]
+    if bad:
+        return f"the loss is {', '.join(bad[:8])}"
+    first = first_bad_gradient(units, group)
+    return f"the gradient norm is {norm}" + (f", first in {first}" if first else "")
 
 
 @dataclass

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from launcher.base.errors import EngineError
-from launcher.base.suggest import did_you_mean
+from launcher.base.errors import EngineError, did_you_mean
 from launcher.config.schema_zero import DEFAULT_LEAF_CLASSES, LeafModule
 from launcher.zero.parameters import unit_params_of
 

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 from launcher.base.errors import EngineError
 from launcher.config.schema import Config
 from launcher.engine.deepspeed_optimizer import DeepSpeedOptimizerNames
-from launcher.optim.api import FlatOptimizer
+from launcher.optim.api import FlatOptimizer, saved_piece
 from launcher.optim.factory import OptimizerPlan
 from launcher.optim.live import LiveStates, base_optimizer
 from launcher.optim.scaling import LossScaler
-from launcher.optim.states import saved_piece
 from launcher.zero.partition import full_numel
 from launcher.zero.unit import FlatUnit
 

@@ -16,12 +16,17 @@ from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.base.progress import EVALUATING, TRAINING, phase, tell
 from launcher.comm import collectives
-from launcher.engine import across_stages
+from launcher.engine import stages
 from launcher.engine.backward import scaled_up
 from launcher.engine.engine import Engine, EngineParts
-from launcher.parallel.pipeline.actions import Action, evaluation_actions, training_actions
 from launcher.parallel.pipeline.links import Links
-from launcher.parallel.pipeline.runtime import EngineVerbs, PipelineRuntime
+from launcher.parallel.pipeline.runtime import (
+    Action,
+    EngineVerbs,
+    PipelineRuntime,
+    evaluation_actions,
+    training_actions,
+)
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.parallel.pipeline.tied import TiedParameters
 from launcher.sharding.pipeline import PipelinePlan
@@ -269,12 +274,12 @@ class PipelineEngine(Engine):
     ) -> dict[str, Any]:
         """Return the state dict of all stages. Collective."""
         own = super()._whole_state(arguments, options, is_wanted=True, left_out=left_out)
-        return across_stages.joined_state(self._pipeline, own, is_wanted=is_wanted)
+        return stages.joined_state(self._pipeline, own, is_wanted=is_wanted)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """See `Engine.load_state_dict`. state_dict: of the whole model; each rank takes what its stages have."""
         own = self.module.state_dict().keys()
-        others = {key for keys in across_stages.gather(self._pipeline, set(own)) for key in keys} - own
+        others = {key for keys in stages.gather(self._pipeline, set(own)) for key in keys} - own
         kept = {key: value for key, value in state_dict.items() if key not in others}
         return super().load_state_dict(kept, strict, assign)
 

@@ -16,10 +16,8 @@ from launcher.base.log import get_logger
 from launcher.base.resume import AUTO, StartKind, start_kind
 from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.load import READ_TIMEOUT_S
-from launcher.checkpoint_files.candidates import candidates
-from launcher.checkpoint_files.owners import add_owner, owners_of
 from launcher.checkpoint_files.place import Place, place_of
-from launcher.checkpoint_files.retention import by_age
+from launcher.checkpoint_files.retention import add_owner, by_age, candidates, owners_of
 from launcher.checkpoint_files.verify import Finding, verify
 from launcher.comm.groups import RankGroup
 from launcher.engine.sharded import ShardedModel

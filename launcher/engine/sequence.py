@@ -15,10 +15,9 @@ from launcher.base.log import get_logger
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
-from launcher.engine.inputs import fingerprint
+from launcher.engine.parallel import fingerprint
 from launcher.engine.sharded import ShardedModel
-from launcher.parallel.sequence.attention import DistributedAttention
-from launcher.parallel.sequence.exchange import num_exchanges
+from launcher.parallel.sequence.exchange import DistributedAttention, num_exchanges
 from launcher.parallel.sequence.hugging_face import attach, check_model, hugging_face_models
 
 _HINT = 'leave it out and give "sequence_parallel_size" in the config'

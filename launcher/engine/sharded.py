@@ -10,12 +10,12 @@ from torch.utils.hooks import RemovableHandle
 from launcher.base.errors import EngineError
 from launcher.engine.offloaded import OffloadedStates
 from launcher.engine.optimizer import ZeroOptimizer
-from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.gathered import unregister_outside
 from launcher.zero.hooks import InstalledHooks
 from launcher.zero.order_watch import unwatch_order, watch_order
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
+from launcher.zero.step import DelayedUpdate
 from launcher.zero.unit import FlatUnit, unit_of
 
 _OF_MODEL = "_launch_sharded"

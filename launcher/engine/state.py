@@ -14,10 +14,10 @@ from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.parallel.expert.share import absent_names, counterparts, values_of_others, with_absent
 from launcher.parallel.expert.whole import own_state
-from launcher.parallel.tensor.slices import full_values
+from launcher.parallel.tensor.functions import full_values
 from launcher.zero.gathered import GatheredParameters
+from launcher.zero.marks import slice_of, split_of
 from launcher.zero.parameters import UnitParameters, set_data, unit_params_of
-from launcher.zero.splits import slice_of, split_of
 from launcher.zero.tiling import is_tiled
 
 _LOAD = "_load_from_state_dict"

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 from launcher.base.log import get_logger
 from launcher.comm import observe
 from launcher.comm.groups import RankGroup
-from launcher.comm.log import LogRules, start_log, stop_log
+from launcher.comm.observe import LogRules, start_log, stop_log
 from launcher.config.schema import Config
 from launcher.monitor.curves import open_curves
 from launcher.monitor.flops import FlopCounter, ProfileForm, ProfileTimes, peak_flops, profile_text
-from launcher.monitor.memory import GIB, MemoryUse, memory_use
-from launcher.monitor.phases import PhaseTimer
+from launcher.monitor.meters import GIB, MemoryUse, PhaseTimer, memory_use
 
 DEFAULT_WINDOW = 10  # steps between lines when `steps_per_print` is off
 _NOTHING = contextlib.nullcontext()

@@ -6,11 +6,16 @@ import math
 import queue
 import threading
 import time
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 
+from launcher.agent.record import is_sound
 from launcher.agent.wire import (
+    RESULT,
+    STDERR,
+    STDOUT,
     Bye,
     Decoder,
+    Exited,
     Handled,
     Hello,
     MasterTried,
@@ -19,16 +24,59 @@ from launcher.agent.wire import (
     Ping,
     Pong,
     PortPicked,
+    Raised,
+    SpawnFailed,
     Stop,
     check_version,
     encode,
 )
-from launcher.base.errors import LauncherError, TransportError
+from launcher.base.errors import LauncherError, ProtocolError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.fleet.member import READ_BYTES, Emit, Member
-from launcher.fleet.protocol import ProtocolCheck
 from launcher.transport.api import Channel, Shared
 from launcher.transport.diagnose import start_failure
+
+_MAX_PORT = 65535
+_STREAMS = (STDOUT, STDERR, RESULT)
+_STATUSES = range(-64, 256)  # minus a signal, or an exit code
+
+
+class ProtocolCheck:
+    """Checks the messages of one agent in their order. Used by the thread that reads them."""
+
+    def __init__(self, ranks: Iterable[int]) -> None:
+        """ranks: those of the agent's node."""
+        self._ranks = frozenset(ranks)
+        self._running = set(self._ranks)  # as far as the agent has reported
+
+    def check(self, message: Message) -> None:
+        """Raise ProtocolError when the agent may not send this, or not now."""
+        problem = self._problem(message)
+        if problem is not None:
+            raise ProtocolError(f"its agent broke the protocol: {problem}")
+
+    def _problem(self, message: Message) -> str | None:
+        rank = getattr(message, "rank", None)
+        if rank is not None and rank not in self._ranks:
+            return f"{type(message).__name__} for rank {rank}, which is not on this host"
+        if isinstance(message, (Raised, Exited)) and message.record is not None and not is_sound(message.record):
+            return f"an unreadable error record of rank {rank}"
+        if isinstance(message, Exited):
+            if rank not in self._running or message.status not in _STATUSES:
+                return f"Exited of rank {rank} with status {message.status}" + (
+                    "" if rank in self._running else ", for the second time"
+                )
+            self._running.discard(message.rank)
+        elif isinstance(message, Output) and message.stream not in _STREAMS:
+            return f"output on {message.stream[:20]!r}"
+        elif isinstance(message, PortPicked) and not 0 <= message.port <= _MAX_PORT:
+            return f"port {message.port}"
+        elif isinstance(message, SpawnFailed):
+            self._running.clear()
+        elif isinstance(message, Bye) and self._running and not message.left:
+            return f"Bye without a word about {len(self._running)} of its ranks"
+        return None
+
 
 HEARTBEAT_INTERVAL_S = 1.0
 _MAX_DRIFT = 1e-4  # of clocks against each other, seconds a second; bad crystals have half of it

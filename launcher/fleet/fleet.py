@@ -14,12 +14,92 @@ import time
 from collections.abc import Callable, Iterable, Sequence
 from typing import Generic, TypeVar
 
+from launcher.agent.wire import Lease, Sweep
 from launcher.base.errors import Diagnostic, LauncherError, ProtocolError, TransportError
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
-from launcher.fleet.liveness import Liveness
+from launcher.fleet.agent import Agent
 from launcher.fleet.member import MAX_PARALLEL, NEVER_CONNECTED, Ended, Event, Member, Turns
+from launcher.fleet.signals import wall_s
 from launcher.transport.api import Transport
+
+# ---- Which hosts have fallen silent, and whether it was the launcher that did not listen ----
+# Agents end their ranks when they hear nothing for the length of the lease. A launcher that the user suspends
+# (Ctrl-Z) asks them to wait for longer. One that is stopped without a warning (SIGSTOP, a machine that sleeps)
+# cannot: what it finds when it comes back must not be blamed on the hosts.
+
+
+_ABSENCE_S = 3.0  # the main thread never waits for so long: the whole process was stopped
+# While the user has suspended the launcher, agents wait for so long. They still notice its end at once.
+_SUSPENDED_LEASE_S = 24 * 3600.0
+_SUSPEND_WAIT_S = 2.0  # for agents to say that they know
+
+
+class Liveness:
+    """Watches the hosts of one fleet. For the main thread."""
+
+    def __init__(self, members: Sequence[Member], lease_s: float) -> None:
+        self._members = members
+        self._lease_s = lease_s
+        self._looked_s = wall_s()
+        self._away_s = 0.0
+        self._away_until_s = 0.0  # monotonic
+
+    @property
+    def away_s(self) -> float | None:
+        """How long this process was stopped, as long as a lost host is a consequence of that; else None."""
+        return self._away_s if time.monotonic() < self._away_until_s else None
+
+    def begin(self) -> None:
+        """Begin to watch: from now on the main thread asks `was_away` all the time."""
+        self._looked_s = wall_s()
+
+    def was_away(self) -> bool:
+        """Whether this process was stopped since the last call, and forget the silence of that time."""
+        now_s = wall_s()
+        away_s, self._looked_s = now_s - self._looked_s, now_s
+        if away_s < _ABSENCE_S:
+            return False
+        self._forget_silence()
+        if away_s > self._lease_s:
+            self._away_s, self._away_until_s = away_s, time.monotonic() + self._lease_s
+        return True
+
+    def silence_s(self, member: Member, now_s: float) -> float | None:
+        """Return for how long a host has been silent if that is longer than the lease, else None. now_s: monotonic."""
+        silence_s = now_s - member.last_heard_s
+        return silence_s if member.has_lease and member.has_answered and silence_s > self._lease_s else None
+
+    def suspended(
+        self, stop: Callable[[], float], is_ready: Callable[[], bool], handle_event: Callable[[], None]
+    ) -> float:
+        """Stop this process without the loss of a rank, and return how long that was, in seconds.
+
+        stop: stops the process until it is to continue. is_ready: nothing else has to be done before. handle_event:
+        waits a moment for an event and handles it.
+        """
+        leased = [agent for agent in self._members if isinstance(agent, Agent) and agent.has_lease and not agent.ended]
+        asked_s = time.monotonic()
+        for agent in leased:
+            agent.send(Lease(_SUSPENDED_LEASE_S))
+        while time.monotonic() < asked_s + _SUSPEND_WAIT_S and not (
+            is_ready() and all(agent.ended or agent.ponged_s > asked_s for agent in leased)
+        ):
+            handle_event()
+        away_s = stop()
+        self._looked_s = wall_s()
+        self._forget_silence()
+        for agent in leased:
+            agent.send(Lease(self._lease_s))
+        return away_s
+
+    def _forget_silence(self) -> None:
+        for member in self._members:
+            member.last_heard_s = time.monotonic()
+
+
+# ---- Many hosts at once ----
+
 
 M = TypeVar("M", bound=Member)
 
@@ -133,7 +213,7 @@ class Fleet(Generic[M]):
         """Say which hosts are waited for, once, when it takes long: `node-[3-5] (ssh), 3 of 16`."""
         waiting = list(members) if time.monotonic() > self._explain_at_s else []
         if waiting:
-            from launcher.cluster.fold import fold  # a job that need not wait does without
+            from launcher.cluster.nodeset import fold  # a job that need not wait does without
 
             self._explain_at_s = math.inf
             names = fold([member.name for member in waiting])
@@ -254,3 +334,35 @@ def _diagnostics(member: Member, error: Exception | None) -> Sequence[Diagnostic
     if not isinstance(error, (TransportError, ProtocolError)):
         raise error
     return [Diagnostic(one.message, one.where or member.name, one.hint, one.shared) for one in error.diagnostics]
+
+
+# ---- Lost hosts ----
+
+
+def sweep_lost_hosts(
+    hosts: Sequence[Host],
+    transport_for: Callable[[Host], Transport],
+    job_id: str,
+    on_waiting: Callable[[str], object] = lambda _: None,
+    is_to_leave: Callable[[], bool] = lambda: False,
+) -> tuple[str, ...]:
+    """Start a new agent on each host to kill what carries the job's id. Returns the hosts that could not confirm it.
+
+    The ranks died with their agent (PDEATHSIG), or end with its lease; this finds what they had started. All hosts are
+    asked at the same time. on_waiting: called once, after 2 s. is_to_leave: the user does not want to wait.
+    """
+    if not hosts:
+        return ()
+    agents = [Agent(host) for host in hosts]
+    for agent in agents:
+        agent.send(Sweep(job_id))
+    fleet = Fleet(agents, transport_for, on_waiting=on_waiting)
+    fleet.start()
+    give_up_at_s = time.monotonic() + timeouts().sweep_s
+    while not fleet.is_over and not is_to_leave() and time.monotonic() < give_up_at_s:
+        fleet.get(_POLL_S)
+        fleet.explain_wait(fleet.running, "lost hosts to confirm that nothing is left there (Ctrl-C: do not wait)")
+    fleet.close()
+    # One that names processes could not end them.
+    clean = {agent.name for agent in agents if agent.ended and agent.exited_cleanly and not agent.left_pids}
+    return tuple(host.name for host in hosts if host.name not in clean)

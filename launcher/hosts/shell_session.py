@@ -1,23 +1,171 @@
 """One command on one host under a plain shell: no Python, nothing installed on the far side.
 
-`launch exec` runs commands so. What the shell guarantees, and how, is in `hosts.shell_script`.
+`launch exec` runs commands so. What the shell guarantees, and how, is in `hosts.shell_session`.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 
 from launcher.base.errors import Diagnostic, TransportError
 from launcher.fleet.member import READ_BYTES, Emit, Member
 from launcher.hosts.session import FOLDER_HINT, GRACE_S, HostRun
-from launcher.hosts.shell_script import NO_FOLDER, NO_GROUP, STOP_LINE, MarkedStream, script_for
-from launcher.job.environment import forwarded
+from launcher.job.variables import forwarded
 from launcher.transport.api import Channel
 from launcher.transport.command import SETUP_FAILED
 from launcher.transport.diagnose import last_words, setup_failure, shell_hint
+
+# ---- The script that a plain shell reads ----
+# The shell's own command line is a constant (`transport.command.SHELL_COMMAND`); folder, variables and arguments
+# stand in the script, each in single quotes, where no byte but the quote itself means anything to a shell. The shell
+# leads a session and process group of its own (sshd and `LocalTransport` see to that). The command runs in the
+# foreground of it, beside a watcher that waits for our end of stdin:
+#
+# * a line asks the watcher to end the group (TERM, then KILL after the grace); a second line to kill it at once;
+# * the end of stdin means that we are gone: TERM, then KILL after the grace.
+#
+# A normal end ends the watcher first, so that what the command left running on purpose continues. An unguessable mark
+# is written before and after the command's bytes on both streams: what login scripts print does not count, and no
+# process that still holds a stream open is waited for.
+
+
+STOP_LINE = b"\n"
+NO_FOLDER = "folder"
+NO_GROUP = "group"
+_MAX_END_BYTES = 32  # of the line behind the last mark
+_MAX_NOISE_BYTES = 2048
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+# `kill -NAME -GROUP` is the one form that dash, bash and busybox share; `exec --` is none of dash's.
+# ksh93 says 256 + N of a command that signal N ended, every other shell 128 + N.
+# Everything is one compound command, so that a shell has read all of it before it runs any of it. stderr of the shell
+# itself goes nowhere while the command runs: bash would show the whole text of a command that a signal ended.
+_SCRIPT = b"""{
+m=%(mark)s
+exec 3<&0 4>&2 </dev/null 2>/dev/null
+stopped=
+trap stopped=1 HUP INT TERM
+echo $m; echo $m >&4
+if kill -0 -$$; then :; else echo $m %(no_group)s; exit 1; fi
+if cd -- %(folder)s 2>&4; then :; else echo $m %(no_folder)s; echo $m >&4; exit 1; fi
+(
+trap '' HUP INT TERM
+exec <&3 >/dev/null 4>&-
+if read -r line; then
+kill -TERM -$$
+( sleep %(grace_s)d; kill -KILL -$$ ) &
+read -r line && kill -KILL -$$
+wait
+else
+kill -TERM -$$
+sleep %(grace_s)d
+kill -KILL -$$
+fi
+) &
+watcher=$!
+(
+%(exports)sexec 2>&4 3<&- 4>&-
+exec %(command)s
+)
+code=$?
+if test $code -gt 256; then code=$((code - 128)); fi
+if test -z "$stopped"; then kill -KILL $watcher; wait $watcher; fi
+echo $m $code; echo $m >&4
+exit
+}
+"""
+
+
+def quote(text: str) -> bytes:
+    """Return `text` as one word of a POSIX shell, whatever bytes it holds. Raises: ValueError for a NUL byte."""
+    data = os.fsencode(text)
+    if b"\0" in data:
+        raise ValueError("no argument of a program can hold a NUL byte")
+    return b"'" + data.replace(b"'", b"'\\''") + b"'"
+
+
+def script_for(mark: str, command: Sequence[str], cwd: str, variables: Mapping[str, str], grace_s: float) -> bytes:
+    """Return the script that runs `command` in the folder `cwd`; its first word must not begin with "-".
+
+    variables: given to the command beside the host's own; names that no shell can hold are left out.
+    grace_s: between SIGTERM and SIGKILL, rounded up to whole seconds as POSIX `sleep` wants.
+    Raises: ValueError for words that cannot be passed on.
+    """
+    if command[0].startswith("-"):
+        raise ValueError(f"{command[0]}: a shell would take this for an option of exec")
+    exports = b"".join(
+        b"export %s=%s\n" % (name.encode(), quote(value)) for name, value in variables.items() if _NAME.fullmatch(name)
+    )
+    return _SCRIPT % {
+        b"mark": mark.encode(),
+        b"folder": quote(cwd),
+        b"grace_s": int(-(-grace_s // 1)),
+        b"exports": exports,
+        b"command": b" ".join(map(quote, command)),
+        b"no_group": NO_GROUP.encode(),
+        b"no_folder": NO_FOLDER.encode(),
+    }
+
+
+class MarkedStream:
+    """Takes one stream apart: what lies between the first mark and the last is the command's."""
+
+    def __init__(self, mark: str, take: Callable[[bytes], None]) -> None:
+        self.has_begun = False
+        self.end: str | None = None  # what the shell said behind the last mark, once it has
+        self._mark = mark.encode()
+        self._take = take
+        self.noise = b""  # the last of what came before the first mark: login scripts, or a shell that refuses
+        self._held = b""  # may be the beginning of a mark
+
+    def feed(self, data: bytes) -> None:
+        """Take the next bytes; those after the last mark are dropped."""
+        if self.end is not None:
+            return
+        if not self.has_begun:
+            self.noise = (self.noise + data)[-_MAX_NOISE_BYTES:]
+        data = self._held + data
+        if not self.has_begun:
+            _, found, data = data.partition(self._mark + b"\n")
+            if not found:
+                self._held = _[-len(self._mark) :]
+                return
+            self.has_begun = True
+        place = data.find(self._mark)
+        if place >= 0:
+            last, is_whole, _ = data[place + len(self._mark) :].partition(b"\n")
+            if is_whole or len(last) > _MAX_END_BYTES:
+                self.end = last.decode("ascii", "replace").strip()
+        else:
+            place = self._kept_from(data)
+        self._held = data[place:]
+        if place:
+            self._take(data[:place])
+
+    def finish(self) -> None:
+        """The stream has ended: what was held back is the command's after all, unless it holds a mark."""
+        if self.has_begun and self.end is None and self._held and self._mark not in self._held:
+            self._take(self._held)
+        self._held = b""
+
+    def _kept_from(self, data: bytes) -> int:
+        """Return where the longest beginning of a mark at the end of `data` starts."""
+        first = self._mark[:1]
+        place = max(0, len(data) - len(self._mark) + 1)
+        while (place := data.find(first, place)) >= 0:
+            if self._mark.startswith(data[place:]):
+                return place
+            place += 1
+        return len(data)
+
+
+# ---- One command on one host under a plain shell ----
+
 
 _STATUS_WAIT_S = 1.0
 _STDERR_WAIT_S = 5.0  # for the mark on stderr, which the shell writes together with the one on stdout

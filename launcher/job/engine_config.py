@@ -34,7 +34,7 @@ class EngineConfig:
             if is_here and (self._source or "").endswith(_SUFFIXES):  # other words may mean something to the script
                 raise ConfigError(f"config {self._source} does not exist", where=os.getcwd(), hint="check the path")
             return None
-        from launcher.config.mesh import check_nodes, mesh_sizes
+        from launcher.config.equations import check_nodes, mesh_sizes
 
         if config.elasticity.enabled is True:
             self._load(placement.world_size)

@@ -7,16 +7,16 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.base.folders import home_folder
+from launcher.base.private_files import home_folder
 from launcher.fleet.signals import SignalQueue
 from launcher.job.controller import Controller
 from launcher.job.display import Display
 from launcher.job.engine_config import EngineConfig
-from launcher.job.envfile import job_environment
 from launcher.job.plan import new_job_id
 from launcher.job.planning import Here, choose_hosts, make_plan
 from launcher.job.reach import AllocationTransports, Transports
 from launcher.job.restart import RestartPolicy, run_with_restarts
+from launcher.job.variables import job_environment
 from launcher.slurm.allocation import in_allocation
 
 if TYPE_CHECKING:

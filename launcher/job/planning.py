@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from launcher.base.errors import HostfileError, UsageError
-from launcher.base.folders import working_folder
+from launcher.base.private_files import working_folder
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.cluster.devices import given_devices, local_device_tokens
-from launcher.cluster.hostname import is_host, is_loopback
-from launcher.job.envfile import JobEnvironment
-from launcher.job.environment import forwarded
+from launcher.cluster.nodeset import is_host, is_loopback
 from launcher.job.plan import JobPlan, Settings
 from launcher.job.request import Request
+from launcher.job.variables import JobEnvironment, forwarded
 from launcher.transport.local import is_local
 
 

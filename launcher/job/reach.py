@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from launcher.base.errors import UsageError
-from launcher.base.file_limit import allow_connections
+from launcher.base.processes import allow_connections
 from launcher.cluster.cluster import Cluster, Host
 from launcher.transport.local import LocalTransport, is_local
 
@@ -98,7 +98,7 @@ class Transports:
                 names.setdefault(reason, []).append(host.name)
         if not names:
             return ()
-        from launcher.cluster.fold import fold
+        from launcher.cluster.nodeset import fold
 
         return tuple(f"{fold(hosts)}: by the system's ssh, for {reason}" for reason, hosts in names.items())
 

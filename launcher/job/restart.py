@@ -173,7 +173,7 @@ def _next_hosts(
     world_sizes = policy.world_sizes()
     if world_sizes is None:
         return tuple(hosts)
-    from launcher.job.elastic_hosts import largest_fit
+    from launcher.job.restart import largest_fit
 
     chosen = largest_fit(tuple(hosts), world_sizes, min_nodes)
     if chosen is None:
@@ -187,3 +187,19 @@ def _next_hosts(
         spares += excluded
         watcher.warning(f"excluded to reach a valid world size: {', '.join(host.name for host in excluded)}")
     return chosen
+
+
+def largest_fit(hosts: tuple[Host, ...], world_sizes: Collection[int], min_hosts: int) -> tuple[Host, ...] | None:
+    """Return the hosts whose slots together are the largest of `world_sizes`, in their order.
+
+    Hosts that are not needed are left out, the last ones where there is a choice. None when no choice of at least
+    `min_hosts` hosts fits.
+    """
+    kept: dict[int, tuple[Host, ...]] = {0: ()}  # slots together -> the choice with the most hosts
+    for host in hosts:
+        for slots, choice in sorted(kept.items(), reverse=True):  # a copy, so that a host counts once
+            larger = slots + len(host.slots)
+            if larger not in kept or len(choice) >= len(kept[larger]):
+                kept[larger] = (*choice, host)
+    fits = (size for size in kept if size in world_sizes and len(kept[size]) >= min_hosts)
+    return kept.get(max(fits, default=-1))

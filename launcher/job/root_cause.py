@@ -19,9 +19,8 @@ from typing import Any
 from launcher.agent.wire import Exited, Raised, SpawnFailed
 from launcher.base.exit_codes import ExitCode
 from launcher.base.signals import term_is_notice
-from launcher.job.node import Node
+from launcher.job.node import Candidate, Moment, Node, Rank
 from launcher.job.outcome import Failure, FailureKind, describe_status, shell_code, signal_name
-from launcher.job.rank import Candidate, Moment, Rank
 
 LAST_LINES = 15
 # A rank that fails later than this after a failure did so because of it: clean-up code, lost peers.

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from launcher.base import env
 from launcher.base.errors import UsageError
 from launcher.base.scheduler_rank import SchedulerRank
-from launcher.cluster.hostname import MAX_PORT, split_endpoint
+from launcher.cluster.nodeset import MAX_PORT, split_endpoint
 
 DEFAULT_PORT = 29500  # torchrun's
 _ALONE = "; --standalone: use this machine only"

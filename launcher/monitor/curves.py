@@ -1,23 +1,176 @@
-"""The curves of a training: which writers a config asks for, and what they are given."""
+"""Where training curves go: TensorBoard, CSV files, W&B, Comet, each through its own library.
+
+Event names, folders and the x axis (samples) are DeepSpeed's, so that dashboards built for it keep working.
+"""
 
 from __future__ import annotations
 
 import atexit
+import csv
+import importlib
+import importlib.util
+import time
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol, TextIO
 
+from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.config.schema import Config
-from launcher.monitor.writers import (
-    CometWriter,
-    CsvWriter,
-    Event,
-    TensorBoardWriter,
-    WandbWriter,
-    Writer,
-    log_folder,
-    require,
-)
+
+FLUSH_INTERVAL_S = 5.0  # a job that is killed loses at most this much of its curves
+
+
+@dataclass(frozen=True)
+class Event:
+    """One point of a curve."""
+
+    name: str  # such as Train/Samples/train_loss
+    value: float
+    num_samples: int  # seen by all ranks so far
+
+
+class Writer(Protocol):
+    """Takes points to one place. Only rank 0 has writers."""
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Add points."""
+        ...
+
+    def flush(self) -> None:
+        """Have readers see all points, where the place allows it."""
+        ...
+
+    def close(self) -> None:
+        """Make sure that all points have arrived; nothing is written after it."""
+        ...
+
+
+def require(module: str, section: str, package: str) -> None:
+    """Check that the library of a config section is installed, without importing it. Raises: EngineError."""
+    if importlib.util.find_spec(module) is None:
+        raise EngineError(f"{section} is enabled, but {package} is not installed", hint=f"pip install {package}")
+
+
+def log_folder(output_path: str, job_name: str) -> Path:
+    """Return the folder of a run's curves, made if needed. Raises: EngineError when it cannot be."""
+    folder = Path(output_path).expanduser() / job_name
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise EngineError(f"{folder}: {error.strerror}", hint="choose another output_path") from error
+    return folder
+
+
+class TensorBoardWriter:
+    """Event files that `tensorboard --logdir` reads."""
+
+    def __init__(self, folder: Path) -> None:
+        module = importlib.import_module("torch.utils.tensorboard")
+        self.summary_writer: Any = module.SummaryWriter(log_dir=str(folder))
+        self._flushed_s = time.monotonic()
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Add points."""
+        for event in events:
+            self.summary_writer.add_scalar(event.name, event.value, event.num_samples)
+        if time.monotonic() - self._flushed_s >= FLUSH_INTERVAL_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Write what is left to the file."""
+        self.summary_writer.flush()
+        self._flushed_s = time.monotonic()
+
+    def close(self) -> None:
+        """Write what is left."""
+        self.summary_writer.close()
+
+
+class CsvWriter:
+    """One file a curve, `Train_Samples_train_loss.csv`, with the columns step (samples) and value."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._files: dict[str, TextIO] = {}
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Append rows; they are readable at once."""
+        for event in events:
+            file = self._file(event.name)
+            csv.writer(file).writerow([event.num_samples, event.value])
+            file.flush()
+
+    def _file(self, name: str) -> TextIO:
+        if name not in self._files:
+            path = self._folder / (name.replace("/", "_").replace(" ", "_") + ".csv")
+            file = path.open("a", newline="")
+            if file.tell() == 0:  # a restarted job continues in its file
+                csv.writer(file).writerow(["step", name.rpartition("/")[2]])
+            self._files[name] = file
+        return self._files[name]
+
+    def flush(self) -> None:
+        """Do nothing: each row is written at once."""
+
+    def close(self) -> None:
+        """Close the files."""
+        for file in self._files.values():
+            file.close()
+
+
+class WandbWriter:
+    """A run of Weights & Biases; without network set WANDB_MODE=offline."""
+
+    def __init__(self, project: str, group: str | None, team: str | None) -> None:
+        self._wandb: Any = importlib.import_module("wandb")
+        self._run = self._wandb.init(project=project, group=group, entity=team)
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Add points; those of one step in one call, because W&B takes each step once."""
+        by_step: dict[int, dict[str, float]] = {}
+        for event in events:
+            by_step.setdefault(event.num_samples, {})[event.name] = event.value
+        for num_samples, values in by_step.items():
+            self._run.log(values, step=num_samples)
+
+    def flush(self) -> None:
+        """Do nothing: the library uploads by itself."""
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self._run.finish()
+
+
+class CometWriter:
+    """An experiment of Comet; each curve gets a point every `interval` samples."""
+
+    def __init__(self, start_options: dict[str, Any], experiment_name: str | None, interval: int) -> None:
+        self.experiment: Any = importlib.import_module("comet_ml").start(**start_options)
+        if experiment_name is not None:
+            self.experiment.set_name(experiment_name)
+        self._interval = interval
+        self._written_at: dict[str, int] = {}
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Add the points that are due."""
+        for event in events:
+            last = self._written_at.get(event.name)
+            if last is None or event.num_samples - last >= self._interval:
+                self._written_at[event.name] = event.num_samples
+                self.experiment.log_metric(event.name, event.value, step=event.num_samples)
+
+    def flush(self) -> None:
+        """Do nothing: the library uploads by itself."""
+
+    def close(self) -> None:
+        """Upload what is left."""
+        self.experiment.end()
+
+
+# ---- Which writers a config asks for ----
+
 
 PREFIX = "Train/Samples/"
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.optim.lamb import Lamb
-from launcher.optim.lion import Lion
+from launcher.optim.api import LiveState
+from launcher.optim.classes import Lamb, Lion
 from launcher.optim.muon.muon import MUON_KINDS
-from launcher.optim.states import LiveState
 
 # Elementwise, each held by a parity test (tests/optim/test_parity.py). Config name -> class.
 ELEMENTWISE: dict[str, type[torch.optim.Optimizer]] = {

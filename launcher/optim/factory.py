@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,8 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.base.errors import ConfigError, EngineAssertionError, EngineError
-from launcher.base.suggest import did_you_mean
+from launcher.base.errors import ConfigError, EngineAssertionError, EngineError, did_you_mean
 from launcher.comm.buffers import BufferPool
 from launcher.comm.groups import RankGroup
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
@@ -260,3 +260,33 @@ def group_of_parameters(plan: OptimizerPlan, model: nn.Module) -> dict[nn.Parame
             if found.setdefault(param, index) != index:
                 raise EngineAssertionError(f"parameter {names[param]} is in two optimizer groups")
     return {param: index for param, index in found.items() if param.requires_grad}
+
+
+# ---- Optimizers of µP ----
+
+
+MUP_TYPES = ("MuAdam", "MuAdamW", "MuSGD")
+
+
+def mup_plan(
+    type_name: str, params: Mapping[str, Any], model: nn.Module, model_parameters: Iterable[Any] | None
+) -> OptimizerPlan:
+    """Plan the optimizer that mup builds: torch's Adam, AdamW or SGD, with a group for each width.
+
+    Its rates are of the parameters' shapes as `mup.set_base_shapes(model, ...)` has noted them, before `initialize`.
+    Raises: ConfigError where mup is not installed, or the model has no base shapes.
+    """
+    try:
+        build = getattr(importlib.import_module("mup"), type_name)
+    except ImportError as error:
+        raise ConfigError(
+            f"optimizer type {type_name} is of the package mup, which cannot be imported: {error}",
+            where="optimizer.type",
+            hint="pip install mup",
+        ) from None
+    trained = list(model.parameters() if model_parameters is None else model_parameters)
+    try:
+        built = build(trained, **as_tuples(params))
+    except AssertionError as error:  # mup asserts that each parameter has the mark of set_base_shapes
+        raise ConfigError(str(error), where="optimizer.type", hint="call mup.set_base_shapes(model, ...)") from None
+    return plan_from_client(built, model, None, ZeroRules(stage=0))

@@ -10,10 +10,9 @@ from torch import Tensor
 
 from launcher.base.errors import EngineError
 from launcher.kernels.api import DeviceScale, GradScale
-from launcher.optim.api import FlatOptimizer, ParamShard, is_same_memory
+from launcher.optim.api import FlatOptimizer, ParamShard, is_same_memory, options_of
 from launcher.optim.catalog import kernel_of, ready_fused_sgd
 from launcher.optim.rules import check_torch_steps
-from launcher.optim.states import options_of
 
 
 class TorchFlat(FlatOptimizer):

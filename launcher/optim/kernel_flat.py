@@ -15,7 +15,7 @@ from torch import Tensor
 from launcher.comm.groups import RankGroup
 from launcher.kernels.api import DeviceScale, GradScale, Kernel, Rule, Span
 from launcher.optim.api import ParamShard, UnitOptimizer, is_same_memory
-from launcher.optim.lamb import Lamb, trust_ratios, with_trust_ratio
+from launcher.optim.classes import Lamb, trust_ratios, with_trust_ratio
 from launcher.optim.muon.matrices import Matrices
 from launcher.optim.muon.muon import MUON_KINDS
 from launcher.optim.rules import COLLECTIVE, RULES, check_steps, counts_steps, state_names

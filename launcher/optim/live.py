@@ -10,11 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
-from launcher.optim.api import FlatOptimizer, ParamShard
+from launcher.optim.api import FlatOptimizer, LiveState, ParamShard
+from launcher.optim.classes import Lamb, Lion
 from launcher.optim.factory import OptimizerPlan
-from launcher.optim.lamb import Lamb
-from launcher.optim.lion import Lion
-from launcher.optim.states import LiveState
 
 # The classes of DeepSpeed's own implementations: on the device, in host memory.
 _STANDS_FOR: dict[type[torch.optim.Optimizer], tuple[str, str]] = {

@@ -9,10 +9,9 @@ import torch
 
 from launcher.base.errors import EngineError
 from launcher.kernels.api import Adagrad, Adam, Lion, Rule, Sgd
-from launcher.optim import lion
-from launcher.optim.lamb import Lamb, lamb_rule
+from launcher.optim import classes
+from launcher.optim.classes import Lamb, lamb_rule, moment_options
 from launcher.optim.muon.muon import MUON_KINDS, muon_rule
-from launcher.optim.shared import moment_options
 
 Group = Mapping[str, Any]
 # From a group and the number of the step being taken, from 1, to the rule of that step.
@@ -54,7 +53,7 @@ RULES: dict[type[torch.optim.Optimizer], MakeRule] = {
     torch.optim.AdamW: _adamw,
     torch.optim.Adagrad: _adagrad,
     torch.optim.SGD: _sgd,
-    lion.Lion: _lion,
+    classes.Lion: _lion,
     Lamb: lamb_rule,
     **dict.fromkeys(MUON_KINDS, muon_rule),
 }

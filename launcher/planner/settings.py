@@ -8,12 +8,11 @@ from typing import Any
 
 from launcher.base.errors import UsageError
 from launcher.config.auto import AutoFacts, resolve_auto
-from launcher.config.batch import BATCH_KEYS, solve_batch
 from launcher.config.check import check
+from launcher.config.equations import BATCH_KEYS, mesh_sizes, solve_batch
 from launcher.config.fields import AUTO, Auto
-from launcher.config.mesh import mesh_sizes
 from launcher.config.policies import DType, Place, zero_policy
-from launcher.config.rules_pipeline import pipeline_plan
+from launcher.config.rules import pipeline_plan
 from launcher.config.schema import Config
 from launcher.planner.memory import Setting, States
 from launcher.sharding.mesh import MeshSizes

@@ -8,11 +8,76 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
-from launcher.sharding.tensors import ParamInfo
+
+@dataclass(frozen=True)
+class TensorSplit:
+    """Which part of a parameter the ranks of a tensor- or expert-parallel group hold: the same share of every block.
+
+    A plain parameter is one block, and so are experts that are stacked along dimension 0. A fused one has several along
+    `dim`, such as query, key and value of one projection: a rank holds its share of each, one after another.
+    """
+
+    shape: tuple[int, ...]  # of the full parameter
+    dim: int  # not negative
+    index: int  # of this rank in its group
+    count: int  # ranks of the group
+    blocks: tuple[int, ...]  # sizes along `dim`; each is a multiple of `count`, their sum is shape[dim]
+
+    @property
+    def local_numel(self) -> int:
+        """Elements that one rank holds."""
+        return math.prod(self.local_shape)
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the numbers fit together: they may come from a file."""
+        sizes = (*self.shape, self.dim, self.index, self.count, *self.blocks)
+        if not all(type(size) is int and size >= 0 for size in sizes) or not 0 <= self.dim < len(self.shape):
+            return False
+        is_divided = self.count > 0 and all(block % self.count == 0 for block in self.blocks)
+        return is_divided and sum(self.blocks) == self.shape[self.dim] and self.index < self.count
+
+    @property
+    def local_shape(self) -> tuple[int, ...]:
+        """The shape of what one rank holds."""
+        return (*self.shape[: self.dim], self.shape[self.dim] // self.count, *self.shape[self.dim + 1 :])
+
+    @property
+    def is_in_order(self) -> bool:
+        """Whether the parts one after another are the whole, element by element: rows of a matrix, or experts."""
+        return self.dim == 0 and len(self.blocks) == 1
+
+    def pieces(self, index: int | None = None) -> list[tuple[int, int]]:
+        """Return what a rank holds as (start, stop) along `dim` of the full parameter; None: this rank."""
+        found, start = [], 0
+        index = self.index if index is None else index
+        for block in self.blocks:
+            share = block // self.count
+            found.append((start + index * share, start + (index + 1) * share))
+            start += block
+        return found
+
+
+@dataclass(frozen=True)
+class ParamInfo:
+    """One parameter of a model; tied ones have one name, the first."""
+
+    name: str  # fully qualified; empty for one that is not part of a model yet
+    shape: tuple[int, ...]  # of the full parameter, whatever of it a rank holds; with `split` of this rank's part
+    dtype: str  # of the values the forward reads, as torch prints it without "torch.": "bfloat16"
+    is_trainable: bool = True
+    group: int = 0  # optimizer parameter group, where it is trainable
+    split: TensorSplit | None = None  # over tensor- or expert-parallel ranks; None: each of them has all of it
+
+    @cached_property
+    def numel(self) -> int:
+        """Elements of the parameter; 1 for a scalar."""
+        return math.prod(self.shape)
+
 
 # Chunks start at multiples of this, so that vector loads of every rank's shard are aligned (256 bytes in fp32).
 CHUNK_ALIGNMENT_NUMEL = 64
@@ -133,3 +198,106 @@ def layout_unit(
     slots = tuple(ParamSlot(index, offsets[index], param) for index, param in enumerate(params))
     step = world_size * math.lcm(alignment_numel, num_copies)
     return UnitLayout(slots, world_size, -(-offsets[-1] // step) * step)
+
+
+# ---- All units of a model ----
+
+
+@dataclass(frozen=True)
+class ShardRange:
+    """Consecutive elements of what one rank holds of one unit."""
+
+    unit: int  # index of the unit in its model
+    rank: int
+    offset: int  # first element, within the rank's shard of the unit
+    numel: int
+
+
+@dataclass(frozen=True)
+class ParamRange:
+    """Consecutive elements of one parameter."""
+
+    name: str
+    start: int  # first element, row-major; of a parameter in parts (`TensorSplit`) part after part, each row-major
+    numel: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.numel
+
+
+class ShardMap:
+    """(name, range of elements) <-> (unit, rank, offset), for units laid out in this way.
+
+    A unit that every rank holds whole is one of world size 1: its only shard is that of every rank, and is found as
+    that of its first rank. Ranks may have other parts of the model, with units of their own (`UnitLayout.first_rank`).
+    A parameter, or part of one, that several of them have is found at the first.
+    """
+
+    def __init__(self, layouts: Sequence[UnitLayout]) -> None:
+        """layouts: of all units, in the order of the model. Raises: ValueError where two parameters share a name."""
+        self.layouts = tuple(layouts)
+        self._slots: dict[str, list[tuple[int, ParamSlot]]] = {}  # of each parameter its parts, in their order
+        for unit, layout in enumerate(self.layouts):
+            for slot in layout.slots:
+                self._add(unit, slot)
+        for name, parts in self._slots.items():
+            split = parts[0][1].param.split
+            if split is not None and [slot.param.split for _, slot in parts] != [
+                replace(split, index=index) for index in range(split.count)
+            ]:
+                raise ValueError(f"the parts of {name} are not all there")
+
+    def _add(self, unit: int, slot: ParamSlot) -> None:
+        parts = self._slots.setdefault(slot.name, [])
+        same = next((found for found, part in parts if part.param.split == slot.param.split), None)
+        if same is None:
+            parts.append((unit, slot))
+        elif self.layouts[unit].first_rank == self.layouts[same].first_rank:
+            raise ValueError(f"two parameters are named {slot.name}; a map needs one name for each")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._slots
+
+    def slot_of(self, name: str, unit: int | None = None) -> ParamSlot:
+        """Return the place of a parameter in its unit, of a part of it in `unit`. Raises: KeyError without one."""
+        for found, slot in self._slots[name]:
+            if unit in (None, found):
+                return slot
+        raise KeyError(name)
+
+    def shards_of(self, name: str, start: int = 0, stop: int | None = None) -> list[ShardRange]:
+        """Return where the elements `[start, stop)` of a parameter are, in their order; all of it by default.
+
+        Raises: KeyError for a name that the map does not have.
+        """
+        found = []
+        for unit, slot in self._slots[name]:
+            before = slot.first_element
+            first = slot.offset + max(start - before, 0)
+            last = slot.offset + (slot.numel if stop is None else min(stop - before, slot.numel))
+            layout = self.layouts[unit]
+            while first < last:
+                chunk, offset = divmod(first, layout.chunk_numel)
+                numel = min(layout.chunk_numel - offset, last - first)
+                found.append(ShardRange(unit, layout.rank_of(chunk), offset, numel))
+                first += numel
+        return found
+
+    def params_of(self, unit: int, rank: int) -> list[tuple[ParamRange, int]]:
+        """Return what a rank's shard of a unit holds, each with its offset in the shard; padding is left out.
+
+        Raises: IndexError for a rank outside of the unit's world.
+        """
+        layout = self.layouts[unit]
+        chunk = layout.chunk_of(rank) if layout.world_size > 1 else 0
+        if not 0 <= chunk < layout.world_size or (layout.world_size > 1 and layout.rank_of(chunk) != rank):
+            raise IndexError(f"unit {unit} is sharded over {layout.world_size} ranks, there is no rank {rank}")
+        owned = layout.chunk_range(chunk)
+        return [
+            (
+                ParamRange(slot.name, slot.first_element + shared.start - slot.offset, len(shared)),
+                shared.start - owned.start,
+            )
+            for slot, shared in layout.slots_in(owned)
+        ]

@@ -7,7 +7,7 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.base.suggest import did_you_mean
+from launcher.base.errors import did_you_mean
 from launcher.slurm.script import TIME_FORM
 
 _OPTIONS = frozenset(

@@ -27,10 +27,9 @@ from launcher.base.errors import ProtocolError, TransportError
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.slurm.framing import ALL, DATA, END, PIECE_BYTES, LineReader, encode_lines
-from launcher.transport.api import Shared
+from launcher.transport.api import Shared, StderrTail
 from launcher.transport.command import NEUTRAL_FOLDER, agent_argv, is_relative
 from launcher.transport.local import start_child
-from launcher.transport.stderr_buffer import StderrTail
 
 RELAY_MODULE = "launcher.agent.relay"
 _ABSENCE_S = 3.0  # the thread that listens never pauses for so long by itself

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from itertools import chain, cycle
 
 from launcher.base.errors import EngineError
-from launcher.storage.buffers import aligned_buffer
-from launcher.storage.store import AioSettings, Extent, Store, Transfer
+from launcher.storage.store import AioSettings, Extent, Store, Transfer, aligned_buffer
 
 CHUNK_BYTES = 16 << 20  # one transfer
 GRID = tuple(

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, TypeVar
 from launcher.base import env
 from launcher.base.errors import TransportError
 from launcher.base.timeouts import timeouts
+from launcher.transport.api import StderrTail
 from launcher.transport.command import AGENT_MODULE, SHELL_ARGV, local_setup_argv, own_argv
-from launcher.transport.stderr_buffer import StderrTail
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence

@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 
 from launcher.base.errors import Diagnostic, TransportError
 from launcher.base.timeouts import timeouts
+from launcher.transport.api import StderrTail
 from launcher.transport.local import LocalChannel, start_child, watched
 from launcher.transport.ssh import library
 from launcher.transport.ssh.config import Targets
 from launcher.transport.ssh.options import SshOptions
-from launcher.transport.stderr_buffer import StderrTail
 
 if TYPE_CHECKING:
     from launcher.cluster.cluster import Host

@@ -15,9 +15,8 @@ import torch.distributed as dist
 from torch import nn
 
 from launcher.base import env
-from launcher.base.errors import EngineError
+from launcher.base.errors import EngineError, did_you_mean
 from launcher.base.progress import phase
-from launcher.base.suggest import did_you_mean
 from launcher.comm.groups import RankGroup, init_distributed
 from launcher.comm.groups import world_group as all_ranks
 from launcher.comm.mesh import ParallelMesh

@@ -17,9 +17,8 @@ import torch
 from torch import Tensor
 
 from launcher.comm.buffers import BufferPool
-from launcher.comm.pinned import PinnedMemory
-from launcher.storage.buffers import aligned_buffer, padded
-from launcher.storage.store import AioSettings, Extent, Store, Transfer
+from launcher.comm.host_memory import PinnedMemory
+from launcher.storage.store import AioSettings, Extent, Store, Transfer, aligned_buffer, padded
 
 # Writes of single tensors in the background: each keeps its memory until it has ended.
 MAX_WRITES = 2

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from launcher.base.errors import EngineError
-from launcher.comm.accelerator import device_module
+from launcher.comm.device import device_module
 
 
 class HostCopy:

@@ -34,12 +34,11 @@ from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
 from launcher.comm.streams import PASSED, Side, StreamEvent
-from launcher.sharding.layout import ParamSlot, UnitLayout
-from launcher.sharding.tensors import ParamInfo
+from launcher.sharding.layout import ParamInfo, ParamSlot, UnitLayout
 from launcher.zero.disk import Swapped
 from launcher.zero.host_copy import OffloadedUnit
+from launcher.zero.marks import split_of
 from launcher.zero.placement import ON_DEVICE, Placement
-from launcher.zero.splits import split_of
 from launcher.zero.stages import ParameterState, Place, Precision
 from launcher.zero.tensors import digest
 

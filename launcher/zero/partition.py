@@ -9,15 +9,50 @@ from torch import nn
 
 from launcher.comm.mesh import ParallelMesh
 from launcher.sharding.grouping import choose_small, form_units, min_unit_numel
-from launcher.sharding.layout import CHUNK_ALIGNMENT_NUMEL, UnitLayout, layout_unit
-from launcher.sharding.tensors import ParamInfo
-from launcher.zero.autocast import params_cast_by_autocast
-from launcher.zero.experts import is_moe_param
+from launcher.sharding.layout import CHUNK_ALIGNMENT_NUMEL, ParamInfo, UnitLayout, layout_unit
 from launcher.zero.leaves import external_parameters, is_leaf, is_tile
+from launcher.zero.marks import is_moe_param
 from launcher.zero.parameters import param_info, unit_params_of
 from launcher.zero.placement import NO_DISKS, Disks, Placements
 from launcher.zero.stages import Place, ZeroPolicy
 from launcher.zero.unit import FlatUnit, UnitMembers
+
+# ---- The types of torch.autocast ----
+# Gathered in fp32 they would be sent with twice the bytes, and autocast would keep a 16-bit copy of each until
+# backward: of the whole model, at stage 3 too. The cast before the gather gives the same bits as the one after it.
+# The shards stay fp32, and so does what autocast computes in fp32: norms, embeddings, weights that something else
+# reads as well.
+
+
+_FP32_MARK = "_launch_computes_in_fp32"
+_CAST_MODULES = (
+    nn.Linear,
+    *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
+    *(nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d),
+)
+_CAST_NAMES = ("weight", "bias")
+
+
+def mark_fp32(module: nn.Module) -> None:
+    """Mark a module whose forward runs without autocast."""
+    setattr(module, _FP32_MARK, True)
+
+
+def params_cast_by_autocast(model: nn.Module) -> set[nn.Parameter]:
+    """Return the parameters that only modules read which hand them to a function of autocast's 16-bit list."""
+    cast: set[nn.Parameter] = set()
+    others: set[nn.Parameter] = set()
+    for module in model.modules():
+        forward = type(module).forward
+        is_cast = any(forward is kind.forward for kind in _CAST_MODULES) and not module.__dict__.get(_FP32_MARK, False)
+        for name, param in module.named_parameters(recurse=False):
+            (cast if is_cast and name in _CAST_NAMES else others).add(param)
+        others.update(external_parameters(module))
+    return cast - others
+
+
+# ---- Form units from a model ----
+
 
 _LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict)
 

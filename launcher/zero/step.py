@@ -4,24 +4,201 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.comm import collectives, pending
 from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import Readback, largest_of_hosts, on_any_rank
 from launcher.comm.mesh import ParallelMesh
+from launcher.kernels.api import DeviceScale
+from launcher.kernels.cpu import part_of_threads
 from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
-from launcher.zero.delayed import DelayedUpdate
 from launcher.zero.gradients import UnitGradients
-from launcher.zero.norm import StepOutcome, device_scale, grad_scale, parted_error, sum_of_squares
+from launcher.zero.owned_gradient import sum_of_all_squares
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.stages import Place, ZeroPolicy
 from launcher.zero.tensors import digest
 from launcher.zero.unit import FlatUnit, lost_anywhere
+
+# ---- An optimizer that works beside the next forward and backward: the parameters follow one step later ----
+# Ren et al., "ZeRO-Offload", https://arxiv.org/abs/2101.06840, section 5.2, "one-step delayed parameter update".
+
+
+class DelayedUpdate:
+    """Takes the steps of one engine in a thread. Every rank must call `begin` and `write_back` in the same order."""
+
+    def __init__(
+        self,
+        units: Sequence[FlatUnit],
+        optimizer: UnitOptimizer,
+        policy: ZeroPolicy,
+        mesh: ParallelMesh,
+    ) -> None:
+        self._units = [unit for unit in units if unit.grads is not None]
+        self._optimizer = optimizer
+        self._mesh = mesh
+        self._policy = policy
+        self._num_left_in_order = policy.offload.num_steps_in_order
+        self._thread = ThreadPoolExecutor(1, "launch-update")
+        self._running: Future[None] | None = None
+        self.is_written_back = True
+        self._unused: Collection[str] = ()  # in the update that is not written back
+        for unit in self._units:
+            unit.params.pending = self
+
+    def restart(self, num_steps: int) -> None:
+        """Continue a run that has taken so many steps: the first ones, which are not delayed, are among them."""
+        self._num_left_in_order = max(0, self._policy.offload.num_steps_in_order - num_steps)
+
+    def begin(self, unused: Collection[str], grad_scale: float) -> None:
+        """Take the units' gradients over and start a step with them. The step before must have been written back."""
+        grads = {unit.index: unit.grads.hand_over() for unit in self._units if unit.grads is not None}
+        update = self._optimizer.prepare(grad_scale, unused, grads)
+        self.is_written_back, self._unused = False, unused
+        self._running = self._thread.submit(self._run, update)
+        if self._num_left_in_order > 0:
+            self._num_left_in_order -= 1
+            self.write_back(is_checked=True)
+
+    def _run(self, update: Callable[[], None]) -> None:
+        self._mesh.shard.copier.synchronize()  # copies of the step before may still read what this one writes
+        with part_of_threads(self._policy.offload.cores_fraction):
+            update()
+
+    def wait(self) -> None:
+        """Wait until masters, copies and states are not written any more. Raises what went wrong in the thread."""
+        if self._running is not None:
+            running, self._running = self._running, None
+            running.result()
+
+    def write_back(self, *, is_checked: bool = False) -> None:
+        """Write the updated masters back to the parameters, unless that is done. Collective.
+
+        is_checked: the ranks know that no write into parameters would be lost to it. Raises: EngineError on every rank
+        where one has such a write, once.
+        """
+        if not (is_checked or self.is_written_back):
+            self._check_writes()
+        self.wait()
+        if not self.is_written_back:
+            self.is_written_back = True
+            for unit in self._units:
+                unit.write_back(
+                    is_written=self._optimizer.writes_params, overlaps=self._policy.overlap_comm, unused=self._unused
+                )
+
+    def _check_writes(self) -> None:
+        own = next((error for unit in self._units if (error := unit.find_lost_to_update()) is not None), None)
+        for unit in self._units:
+            unit.forget_lost()
+        is_lost = on_any_rank(self._mesh.data, [own is not None])
+        if self._mesh.model is not None:
+            is_lost = on_any_rank(self._mesh.model, is_lost)
+        if is_lost[0]:
+            raise lost_anywhere(own, self._mesh)
+
+    def end(self) -> None:
+        """Write the last update back and end the thread. Collective."""
+        self.write_back(is_checked=True)
+        self._thread.shutdown()
+        for unit in self._units:
+            unit.params.pending = None
+
+
+# ---- The optimizer step over owned ranges ----
+
+
+# Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does.
+CLIP_EPSILON = 1e-6
+
+
+class StepOutcome:
+    """How an optimizer step went, as soon as the host knows it."""
+
+    def __init__(self, norm: float | Readback, *, skips_overflow: bool, compared: Sequence[str] = ()) -> None:
+        """norm: of all gradients before clipping; or, being copied from the device, its square, how many units differed
+        between ranks before the step, and whether each of `compared` did.
+
+        skips_overflow: a step whose norm is not finite updates nothing. compared: the labels of units.
+        """
+        self._norm = norm
+        self.skips_overflow = skips_overflow
+        self._compared = compared
+        self._error: EngineError | None = None
+
+    @property
+    def is_known(self) -> bool:
+        """Whether the host knows the norm: else `norm` waits for the device."""
+        return not isinstance(self._norm, Readback)
+
+    @property
+    def norm(self) -> float:
+        """The gradient norm before clipping. Raises: EngineError for parameters that differed between ranks."""
+        if isinstance(self._norm, Readback):
+            square, num_parted, *are_parted = self._norm.values()
+            self._norm = math.sqrt(square) if square >= 0 else math.nan
+            if num_parted:
+                self._error = parted_error(self._compared, are_parted)
+        if self._error is not None:
+            raise self._error
+        return self._norm
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether nothing was updated."""
+        return self.skips_overflow and not math.isfinite(self.norm)
+
+
+def parted_error(labels: Sequence[str], are_parted: Sequence[float]) -> EngineError:
+    """Return the error for parameters that are not the same on every rank. labels: of the units that were compared."""
+    first = next((label for label, is_parted in zip(labels, are_parted, strict=False) if is_parted), "another rank")
+    return EngineError(
+        f"the parameters of {first} are not the same on every rank: some were written on one rank alone, or with other"
+        " values, since the last step",
+        hint="write the same on every rank (load_state_dict, param.copy_(...)), or on one rank within"
+        " launcher.zero.GatheredParameters(params, modifier_rank=0), which sends its values to all",
+    )
+
+
+def sum_of_squares(gradients: list[UnitGradients], group: RankGroup) -> Tensor:
+    """Return the sum of squares of this rank's share of all gradients, fp64 [1] on the device.
+
+    On a GPU in one launch over all units; on a CPU each unit was measured as its sum arrived, while it was in the cache
+    and others were in flight. After the reductions.
+    """
+    together = [own.unmeasured for own in gradients]
+    squares = [own.square.to(group.device) for own, grads in zip(gradients, together, strict=True) if grads is None]
+    unmeasured = [grad for grads in together for grad in grads or ()]
+    squares.append(torch.zeros((), dtype=torch.float64, device=group.device))
+    if unmeasured:
+        squares.append(sum_of_all_squares(unmeasured))
+    return torch.stack(squares).sum().reshape(1)
+
+
+def grad_scale(norm: float, max_norm: float, loss_scale: float) -> float:
+    """Return the one number that unscales and clips gradients; `norm` is that of the unscaled ones."""
+    coefficient = max_norm / (norm + CLIP_EPSILON) if max_norm > 0 else 1.0
+    return min(coefficient, 1.0) / loss_scale
+
+
+def device_scale(square: Tensor, max_norm: float, *, skips_overflow: bool) -> DeviceScale:
+    """Return what `grad_scale` returns, without a loss scale, and whether to skip, of the square of the norm.
+
+    square: fp64 [1], on a device that the host does not wait for.
+    """
+    norm = square.sqrt().reshape(())
+    factor = torch.ones_like(norm)
+    if max_norm > 0:  # divided, as the host does: `max_norm / norm` would multiply by a reciprocal
+        factor = torch.full_like(norm, max_norm).div_(norm + CLIP_EPSILON).clamp_(max=1.0)
+    skip = ~torch.isfinite(norm) if skips_overflow else torch.zeros_like(norm)
+    return DeviceScale(factor.float(), skip.float())
+
 
 MAX_NAMES = 8  # of unused parameters in an error
 

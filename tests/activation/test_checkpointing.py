@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from launcher import checkpointing
-from launcher.activation import profile, settings
+from launcher.activation import checkpointing as module
+from launcher.activation import settings
 from launcher.activation.rng import CudaRNGStatesTracker
 from launcher.activation.saved import _Kept
 from launcher.base.errors import EngineError
@@ -226,7 +227,7 @@ def test_an_mpu_without_a_group_is_refused() -> None:
 
 
 def test_times_are_logged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(profile, "WINDOW", 2)
+    monkeypatch.setattr(module, "WINDOW", 2)
     checkpointing.configure(profile=True)
     with logged() as lines:
         for _ in range(5):

@@ -5,9 +5,8 @@ from __future__ import annotations
 import pytest
 
 from launcher.base import env
-from launcher.base.errors import ConfigError, Diagnostic, HostfileError, LauncherError
+from launcher.base.errors import ConfigError, Diagnostic, HostfileError, LauncherError, did_you_mean, nearest
 from launcher.base.exit_codes import ExitCode
-from launcher.base.suggest import did_you_mean, nearest
 from launcher.base.units import format_bytes, format_count, format_duration
 
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.source import StoredParam
 from launcher.checkpoint.load import _state_of
-from launcher.comm.gloo import GlooCommunicator
-from launcher.sharding.tensors import ParamInfo
+from launcher.comm.backends import GlooCommunicator
+from launcher.sharding.layout import ParamInfo
 
 
 def _loaded(rank: int, world_size: int, folder: str, stage: int, kernel: str, hosts: int) -> list[str]:

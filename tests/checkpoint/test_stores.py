@@ -20,12 +20,10 @@ from harness.scripts import write
 
 from launcher.base.errors import CheckpointError, EngineError
 from launcher.checkpoint.formats.dcp.source import DcpSource
-from launcher.checkpoint_files.candidates import candidates
 from launcher.checkpoint_files.folder import committed_in, latest_tag
 from launcher.checkpoint_files.manifest import MANIFEST
-from launcher.checkpoint_files.place import place_of
-from launcher.checkpoint_files.remote import RemotePath
-from launcher.checkpoint_files.retention import Retention, leftovers, prune, remove_leftover
+from launcher.checkpoint_files.place import RemotePath, place_of
+from launcher.checkpoint_files.retention import Retention, candidates, leftovers, prune, remove_leftover
 from launcher.checkpoint_files.verify import verify
 from launcher.cli.commands.checkpoint import checkpoint_group
 from launcher.cli.commands.checkpoint_tools import export
@@ -209,7 +207,7 @@ KILLED = """
 import os, signal, sys
 sys.path += [{tests!r}, {services!r}]
 from harness.checkpoint_runs import make_engine, train
-from launcher.checkpoint_files.remote import RemotePath
+from launcher.checkpoint_files.place import RemotePath
 import launcher
 put = RemotePath.write_bytes
 def put_or_die(self, content):

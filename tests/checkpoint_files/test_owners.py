@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launcher.checkpoint_files.folder import committed_in
-from launcher.checkpoint_files.owners import OWNERS, add_owner, owners_of
+from launcher.checkpoint_files.retention import OWNERS, add_owner, owners_of
 
 
 def test_jobs_are_added_once_and_the_last_one_stands_last(tmp_path: Path) -> None:

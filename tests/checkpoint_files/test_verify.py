@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from harness.checkpoints import write_checkpoint
 
-from launcher.checkpoint_files.candidates import candidates
+from launcher.checkpoint_files.retention import candidates
 from launcher.checkpoint_files.verify import verify
 
 

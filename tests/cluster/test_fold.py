@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.base.errors import Diagnostic
-from launcher.cluster.fold import fold, fold_findings
-from launcher.cluster.nodeset import expand
+from launcher.cluster.nodeset import expand, fold, fold_findings
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from torch import Tensor
 from launcher.comm import observe
 from launcher.comm.compressed import CompressedMean, pack_signs, sign_table, unpack_signs
 from launcher.comm.groups import world_group
-from launcher.comm.log import LogRules, start_log, stop_log
+from launcher.comm.observe import LogRules, start_log, stop_log
 
 NUMELS = [5, 3000, 1, 1024, 2500]  # smaller than a block, several blocks, cut by a chunk's end
 CALLS = 4

@@ -18,15 +18,12 @@ from torch import nn
 import launcher
 from launcher.activation.rng import CudaRNGStatesTracker
 from launcher.base.errors import EngineError
-from launcher.comm.accelerator import offset_seed
+from launcher.comm.backends import GlooCommunicator, NcclCommunicator
 from launcher.comm.communicator import Alone
-from launcher.comm.copier import HostDeviceCopier
-from launcher.comm.device import DeviceRuntime, local_device
-from launcher.comm.gloo import GlooCommunicator
+from launcher.comm.device import DeviceRuntime, local_device, offset_seed
 from launcher.comm.groups import communicator_for, init_distributed, world_group
-from launcher.comm.nccl import NcclCommunicator
-from launcher.monitor.memory import MemoryUse, memory_use
-from launcher.monitor.phases import PhaseTimer
+from launcher.comm.host_memory import HostDeviceCopier
+from launcher.monitor.meters import MemoryUse, PhaseTimer, memory_use
 
 CPU = torch.device("cpu")
 
@@ -264,7 +261,7 @@ def test_idle_gpus_are_named() -> None:
 def test_ranks_with_other_parts_of_a_model_drop_out_others() -> None:
     seeds: list[int] = []
     torch.manual_seed(40)
-    with mock.patch("launcher.comm.accelerator.device_module", return_value=SimpleNamespace(manual_seed=seeds.append)):
+    with mock.patch("launcher.comm.device.device_module", return_value=SimpleNamespace(manual_seed=seeds.append)):
         offset_seed(torch.device("cuda"), 2)
         before = torch.get_rng_state()
         offset_seed(CPU, 2)

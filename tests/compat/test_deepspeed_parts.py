@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 import launcher
 from launcher.base.errors import EngineError
-from launcher.compat import files, gating, optimizer_classes, tiled, ulysses, zero
+from launcher.compat import files, gating, optimizers, tiled, ulysses, zero
 
 TOKENS, EXPERTS = 12, 4
 
@@ -175,7 +175,7 @@ ADAM = {"optimizer": {"type": "AdamW", "params": {}}}
 def _classes(_rank: int, _world: int, config: dict[str, Any], stage: int) -> set[str]:
     whole = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": stage}, **config}
     _, optimizer, *_ = launcher.initialize(model=nn.Linear(4, 4), config=whole)
-    return {name for name in CLASSES if isinstance(optimizer, getattr(optimizer_classes, name))}
+    return {name for name in CLASSES if isinstance(optimizer, getattr(optimizers, name))}
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_the_optimizer_is_of_the_class_that_deepspeed_has(stage: int, config: di
 
 def test_a_class_that_stands_for_the_engines_cannot_be_built() -> None:
     with pytest.raises(EngineError, match="FP16_Optimizer cannot be built by a script"):
-        optimizer_classes.FP16_Optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
+        optimizers.FP16_Optimizer(torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0))
 
 
 # ---- values and files ----

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import launcher
 from launcher.base.errors import LauncherError
 from launcher.checkpoint_files.place import place_of
-from launcher.config.batch import solve_batch
+from launcher.config.equations import solve_batch
 from launcher.config.load import load_config
 from launcher.moe import MoE
 from launcher.parallel.pipeline.specs import LayerSpec

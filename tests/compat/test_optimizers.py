@@ -59,7 +59,7 @@ OPTIMIZERS = """
 import launcher.compat; launcher.compat.install()
 import sys
 import deepspeed, torch
-from launcher.optim.lion import Lion
+from launcher.optim.classes import Lion
 
 def trained(make):
     torch.manual_seed(0)

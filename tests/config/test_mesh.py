@@ -7,9 +7,8 @@ from typing import Any
 import pytest
 
 from launcher.base.errors import ConfigError
-from launcher.config.batch import solve_batch
+from launcher.config.equations import check_nodes, mesh_sizes, solve_batch
 from launcher.config.load import load_config
-from launcher.config.mesh import check_nodes, mesh_sizes
 from launcher.config.schema import Config
 from launcher.config.schema_parallel import Pipeline
 

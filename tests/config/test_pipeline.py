@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from launcher.base.errors import ConfigError
+from launcher.config.equations import mesh_sizes
 from launcher.config.load import load_config
-from launcher.config.mesh import mesh_sizes
-from launcher.config.rules_pipeline import pipeline_plan
+from launcher.config.rules import pipeline_plan
 from launcher.sharding.pipeline import PipelinePlan
 
 BATCH = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 8}

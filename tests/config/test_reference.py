@@ -28,10 +28,9 @@ from launcher.config.schema_optimizers import (
 from launcher.config.schema_other import FlopsProfiler
 from launcher.config.schema_schedules import SCHEDULER_PARAMS, WORKING_SCHEDULERS
 from launcher.optim.catalog import BY_NAME
-from launcher.optim.mup import MUP_TYPES
-from launcher.optim.onebit.plan import ONE_BIT
-from launcher.optim.schedules import SCHEDULES
-from launcher.optim.torch_schedules import schedule_from_config
+from launcher.optim.factory import MUP_TYPES
+from launcher.optim.onebit.algorithms import ONE_BIT
+from launcher.optim.schedules import SCHEDULES, schedule_from_config
 
 ROOT = Path(__file__).resolve().parents[2]
 READERS = ("config/policies.py", "activation", "comm", "engine", "monitor", "optim", "parallel", "storage", "zero")
@@ -44,18 +43,18 @@ READ_ELSEWHERE = {
     "data_types.param_dtype": ("config/rules.py", "given = config.data_types.param_dtype"),
     **{f"comet.{name}": ("monitor/curves.py", f'"{name}"') for name in COMET_NAMES},
     **{f"elasticity.{name}": ("config/elastic.py", name) for name in ElasticRules.__dataclass_fields__},
-    "data_parallel_size": ("config/mesh.py", "config.data_parallel_size"),
-    "tensor_parallel.autotp_size": ("config/mesh.py", "tensor.autotp_size"),
-    "tensor_parallel.tp.tp_size": ("config/mesh.py", "tensor.tp.tp_size"),
-    "expert_parallel.enabled": ("config/mesh.py", "section.enabled is True"),
-    "expert_parallel.autoep_size": ("config/mesh.py", "section.autoep_size"),
-    "tensor_parallel.across_nodes": ("config/mesh.py", "config.tensor_parallel.across_nodes"),
-    "pipeline.stages": ("config/mesh.py", "_decided(config.pipeline.stages)"),
+    "data_parallel_size": ("config/equations.py", "config.data_parallel_size"),
+    "tensor_parallel.autotp_size": ("config/equations.py", "tensor.autotp_size"),
+    "tensor_parallel.tp.tp_size": ("config/equations.py", "tensor.tp.tp_size"),
+    "expert_parallel.enabled": ("config/equations.py", "section.enabled is True"),
+    "expert_parallel.autoep_size": ("config/equations.py", "section.autoep_size"),
+    "tensor_parallel.across_nodes": ("config/equations.py", "config.tensor_parallel.across_nodes"),
+    "pipeline.stages": ("config/equations.py", "_decided(config.pipeline.stages)"),
     "pipeline.schedule": (
-        "config/rules_pipeline.py",
+        "config/rules.py",
         "PipelinePlan(section.stages, section.virtual_stages, section.sch",
     ),
-    "pipeline.virtual_stages": ("config/rules_pipeline.py", "PipelinePlan(section.stages, section.virtual_stages"),
+    "pipeline.virtual_stages": ("config/rules.py", "PipelinePlan(section.stages, section.virtual_stages"),
     "elasticity.enabled": ("config/elastic.py", "config.elasticity.enabled is True"),
     "elasticity.ignore_non_elastic_batch_info": ("config/check.py", "config.elasticity.ignore_non_elastic_batch_info"),
     "log_level": ("engine/build.py", "setLevel(settings.log_level.upper())"),

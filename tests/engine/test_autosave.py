@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import launcher
 from launcher.base.errors import EngineError
 from launcher.checkpoint_files.folder import committed_in, latest_tag
-from launcher.comm.agreement import Agreement
+from launcher.comm.hosts import Agreement
 
 Steps = dict[int, str]  # step -> loss, to the last bit
 

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.base.errors import EngineError
-from launcher.comm.gloo import GlooCommunicator
+from launcher.comm.backends import GlooCommunicator
 from launcher.engine.casting import set_tf32
 from launcher.optim.scaling import MAX_OVERFLOWS_AT_MINIMUM
 

@@ -12,8 +12,8 @@ from launcher.agent.wire import MAGIC, PROTOCOL_VERSION, Bye, Hello, encode
 from launcher.base.errors import TransportError
 from launcher.base.timeouts import Timeouts
 from launcher.cluster.cluster import Host
-from launcher.fleet import cleanup, fleet
-from launcher.fleet.cleanup import sweep_lost_hosts
+from launcher.fleet import fleet
+from launcher.fleet.fleet import sweep_lost_hosts
 
 
 class Hosts:
@@ -65,7 +65,7 @@ def test_a_host_that_could_not_end_a_process_is_not_clean() -> None:
 
 
 def test_a_host_that_never_answers_keeps_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cleanup, "timeouts", lambda: Timeouts(sweep_s=0.5))
+    monkeypatch.setattr(fleet, "timeouts", lambda: Timeouts(sweep_s=0.5))
     monkeypatch.setattr(fleet, "_EXPLAIN_AFTER_S", 0.2)
     told: list[str] = []
     hosts = Hosts()
@@ -75,7 +75,7 @@ def test_a_host_that_never_answers_keeps_nobody(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_user_who_does_not_want_to_wait_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cleanup, "timeouts", lambda: Timeouts(sweep_s=1e6))
+    monkeypatch.setattr(fleet, "timeouts", lambda: Timeouts(sweep_s=1e6))
     hosts = Hosts()
     assert sweep_lost_hosts(names("mute"), lambda _host: cast(Any, hosts), "job", is_to_leave=lambda: True) == ("mute",)
     hosts.never.set()

@@ -18,8 +18,7 @@ from launcher.base.errors import LauncherError, TransportError
 from launcher.cluster.cluster import Host
 from launcher.fleet import fleet, member
 from launcher.fleet.agent import Agent
-from launcher.fleet.fleet import Fleet
-from launcher.fleet.liveness import Liveness
+from launcher.fleet.fleet import Fleet, Liveness
 from launcher.fleet.member import Turns
 from launcher.transport.api import Channel
 

@@ -10,7 +10,7 @@ from harness.launching import ROOT, run_launch, wait_until_gone
 
 from launcher.agent.wire import Bye, Exited, Message, Output, PortPicked, Raised, SpawnFailed, Started
 from launcher.base.errors import ProtocolError
-from launcher.fleet.protocol import ProtocolCheck
+from launcher.fleet.agent import ProtocolCheck
 
 # The agent's own code, changed in one place: what it says when a rank was started.
 BROKEN = """

@@ -12,11 +12,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from launcher.comm.backends import GlooCommunicator, NcclCommunicator
 from launcher.comm.buffers import BufferPool
 from launcher.comm.communicator import Alone, Communicator
 from launcher.comm.device import DeviceRuntime
-from launcher.comm.gloo import GlooCommunicator
-from launcher.comm.nccl import NcclCommunicator
 from launcher.comm.pending import Pending
 
 KINDS: dict[str, Callable[[Any, BufferPool], Communicator]] = {"gloo": GlooCommunicator, "nccl": NcclCommunicator}

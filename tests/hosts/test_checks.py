@@ -10,8 +10,7 @@ import pytest
 from launcher.agent.ports import UNRESOLVED
 from launcher.base.errors import Diagnostic
 from launcher.cluster.cluster import Host
-from launcher.hosts.check import choose_partners
-from launcher.hosts.checks import Finding, blame, judge, judge_error
+from launcher.hosts.check import Finding, blame, choose_partners, judge, judge_error
 from launcher.hosts.fanout import HostResult
 
 SOUND: dict[str, Any] = {

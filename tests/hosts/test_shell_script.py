@@ -12,7 +12,7 @@ from harness.launching import DEADLINE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from launcher.hosts.shell_script import MarkedStream, quote, script_for
+from launcher.hosts.shell_session import MarkedStream, quote, script_for
 
 SHELLS = [
     [path, *words]

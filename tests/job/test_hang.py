@@ -15,7 +15,7 @@ from harness.launching import Launch, run_launch, slowness, wait_until
 from launcher.base.processes import members_of_job
 from launcher.job.hang import HangWatch, find_straggler
 from launcher.job.logs import RankLog
-from launcher.job.rank import Rank
+from launcher.job.node import Rank
 
 
 def healthy_hang_s() -> float:

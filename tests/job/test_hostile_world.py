@@ -34,8 +34,7 @@ from harness.sshd import LoopbackSshd
 from launcher.agent import scratch
 from launcher.agent.spawn import spawn_failure
 from launcher.agent.wire import Spawn
-from launcher.base.file_limit import num_open
-from launcher.base.processes import descendants, members_of_job
+from launcher.base.processes import descendants, members_of_job, num_open
 from launcher.base.timeouts import timeouts
 from launcher.job.logs import RankLog
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.job import log_reader as follow
-from launcher.job.log_reader import LogReader
+from launcher.job import logs as follow
+from launcher.job.logs import LogReader
 
 
 def joined(reader: LogReader) -> dict[int, bytes]:

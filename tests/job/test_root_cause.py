@@ -11,9 +11,8 @@ import pytest
 from launcher.agent.wire import Exited, SpawnFailed
 from launcher.cluster.cluster import Host, NodePlacement
 from launcher.job.logs import RankLog
-from launcher.job.node import Node
+from launcher.job.node import Node, Rank
 from launcher.job.outcome import Failure
-from launcher.job.rank import Rank
 from launcher.job.root_cause import RootCause
 
 

@@ -17,8 +17,7 @@ from torch import nn
 
 import launcher
 from launcher.base.errors import EngineError
-from launcher.monitor.curves import Curves
-from launcher.monitor.writers import CometWriter, CsvWriter, Event, TensorBoardWriter, WandbWriter
+from launcher.monitor.curves import CometWriter, CsvWriter, Curves, Event, TensorBoardWriter, WandbWriter
 
 
 def config(**more: Any) -> dict[str, Any]:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from launcher.base import env, progress
-from launcher.monitor.loss import INTERVAL_S, LossReporter
+from launcher.monitor.meters import INTERVAL_S, LossReporter
 
 
 @pytest.fixture

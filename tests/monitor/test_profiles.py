@@ -17,10 +17,10 @@ from torch.nn import functional as F
 
 import launcher
 from launcher.base.errors import EngineError
-from launcher.comm import log, observe
-from launcher.comm.log import bandwidths_gbps
+from launcher.comm import observe
+from launcher.comm.observe import bandwidths_gbps
 from launcher.monitor.curves import Curves
-from launcher.monitor.memory import memory_use
+from launcher.monitor.meters import memory_use
 
 WIDTH, BATCH, TIME = 16, 4, 8
 
@@ -191,7 +191,7 @@ def _train_logged(rank: int, world_size: int, stage: int, rules: dict[str, Any])
     engine, lines = train(3, zero_optimization={"stage": stage}, comms_logger={"enabled": True, **rules})
     with logged() as said:
         table = launcher.comm.log_summary(show_straggler=True)
-    totals = log._logs[-1].totals()
+    totals = observe._logs[-1].totals()
     engine.destroy()
     return table, lines + said, totals
 
@@ -201,7 +201,7 @@ def _with_another_engine(rank: int, world_size: int) -> list[tuple[int, bool]]:
     config = {"zero_optimization": {"stage": 2}, "comms_logger": {"enabled": True}, "wall_clock_breakdown": True}
     found: list[tuple[int, bool]] = []
     engine, _ = train(1, **config)
-    own = log._logs[-1]
+    own = observe._logs[-1]
 
     def step() -> None:
         before = sum(count for count, _ in own.totals().values())
@@ -219,7 +219,7 @@ def _with_another_engine(rank: int, world_size: int) -> list[tuple[int, bool]]:
     del other  # an engine that is dropped ends its own
     step()
     engine.destroy()
-    assert log._logs == []
+    assert observe._logs == []
     assert observe.wait_span() is None
     return found
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from launcher.monitor.throughput import ThroughputTimer
+from launcher.monitor.meters import ThroughputTimer
 
 
 class FakeClock:

@@ -9,7 +9,7 @@ from torch import nn
 
 from launcher.comm.buffers import BufferPool
 from launcher.kernels.select import kernel_for
-from launcher.monitor.phases import PhaseTimer
+from launcher.monitor.meters import PhaseTimer
 from launcher.optim.catalog import ELEMENTWISE
 from launcher.optim.factory import OptimizerBackend, plan_from_config
 

@@ -19,8 +19,7 @@ from launcher.base.errors import ConfigError, EngineError
 from launcher.comm import observe
 from launcher.config.load import load_config
 from launcher.optim.muon import matrices
-from launcher.optim.muon.muon import Muon
-from launcher.optim.muon.orthogonal import Iteration, orthogonalized
+from launcher.optim.muon.muon import Iteration, Muon, orthogonalized
 from launcher.optim.muon.plan import hidden_matrices
 from launcher.zero.tiling import tile_large_layers
 

@@ -29,7 +29,7 @@ from torch import Tensor
 import launcher
 from launcher.base.errors import ConfigError, EngineError
 from launcher.config.load import load_config
-from launcher.optim.onebit.zero_one import is_exchange_step, is_variance_step
+from launcher.optim.onebit.algorithms import is_exchange_step, is_variance_step
 
 # Type -> params that compress after 3 steps.
 EARLY: dict[str, dict[str, Any]] = {

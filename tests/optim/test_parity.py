@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import launcher
-from launcher.optim import lion
-from launcher.optim.lion import Lion
+from launcher.optim import classes
+from launcher.optim.classes import Lion
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 STEPS, SAMPLES, WIDTH = 6, 8, 10
@@ -242,7 +242,7 @@ def test_options_written_into_the_groups_hold_from_the_next_step(name: str, stag
 @pytest.mark.parametrize("batch_numel", [4, 2**18])
 def test_lion_is_the_papers(monkeypatch: pytest.MonkeyPatch, batch_numel: int) -> None:
     """Whole and in pieces."""
-    monkeypatch.setitem(lion.BATCH_NUMEL, "cpu", batch_numel)
+    monkeypatch.setitem(classes.BATCH_NUMEL, "cpu", batch_numel)
     params = [torch.randn(7), torch.randn(3, 4), torch.randn(4, 3).t()]
     ours, plain = (copy.deepcopy(params) for _ in range(2))
     mine, theirs = Lion(ours, 0.01, (0.9, 0.98), 0.1), PlainLion(plain, 0.01, (0.9, 0.98), 0.1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.base.errors import ConfigError
-from launcher.parallel.pipeline.actions import Action, Kind, evaluation_actions, training_actions
+from launcher.parallel.pipeline.runtime import Action, Kind, evaluation_actions, training_actions
 from launcher.sharding.pipeline import PipelinePlan, link_between, num_links
 
 PLANS = [

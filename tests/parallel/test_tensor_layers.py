@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from launcher.base.errors import EngineError
 from launcher.comm.groups import world_group
 from launcher.config.schema_parallel import TensorParallel
-from launcher.parallel.tensor.slices import full_values
+from launcher.parallel.tensor.functions import full_values
 from launcher.parallel.tensor.split import split_model
 from launcher.parallel.tensor.styles import LayerPlan, Style
 

@@ -15,9 +15,9 @@ from torch import Tensor, nn
 
 from launcher.comm.groups import world_group
 from launcher.config.schema_parallel import TensorParallel
-from launcher.parallel.tensor.slices import full_values
+from launcher.parallel.tensor.functions import full_values
 from launcher.parallel.tensor.split import split_model
-from launcher.zero.splits import split_of
+from launcher.zero.marks import split_of
 
 MODELS = [*FAMILIES, EXAMPLE, TORCH]
 STEPS = 3

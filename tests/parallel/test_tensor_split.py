@@ -12,13 +12,12 @@ from torch import Tensor, nn
 from launcher.base.errors import EngineError
 from launcher.comm.groups import world_group
 from launcher.config.schema_parallel import TensorParallel
-from launcher.parallel.tensor.gradient_check import check_replicated_gradients
-from launcher.parallel.tensor.init import tensor_group, tp_model_init
-from launcher.parallel.tensor.slices import full_values
-from launcher.parallel.tensor.split import report_of, split_model
+from launcher.engine.parallel import check_replicated_gradients
+from launcher.parallel.tensor.functions import full_values
+from launcher.parallel.tensor.split import report_of, split_model, tensor_group, tp_model_init
 from launcher.parallel.tensor.styles import Style
 from launcher.zero.construct import Init
-from launcher.zero.splits import split_of
+from launcher.zero.marks import split_of
 
 PLAN = {"up": "column", "down": "row"}
 

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launcher.planner.activations import Workload, activation_bytes, layer_bytes
+from launcher.planner.memory import Workload, activation_bytes, layer_bytes
 from launcher.planner.model import TransformerShape
 
 sys.path.append(str(ROOT / "examples"))

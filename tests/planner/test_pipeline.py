@@ -12,10 +12,9 @@ from launcher.base.errors import ConfigError
 from launcher.config.load import load_config
 from launcher.config.schema_parallel import Pipeline
 from launcher.parallel.pipeline.divide import stage_model
-from launcher.planner.activations import Workload, activation_bytes
-from launcher.planner.estimate import Machines, estimate
+from launcher.planner.estimate import Machines, estimate, rank_parts
+from launcher.planner.memory import Workload, activation_bytes
 from launcher.planner.model import ModelFacts, Parameter, TransformerShape, typical_model
-from launcher.planner.pipeline import rank_parts
 from launcher.planner.settings import at, ladder, micro_batch_of, resolve, setting_of
 from launcher.sharding.pipeline import PipelinePlan
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.sharding.layout import CHUNK_ALIGNMENT_NUMEL, UnitLayout, layout_unit
-from launcher.sharding.tensors import ParamInfo
+from launcher.sharding.layout import CHUNK_ALIGNMENT_NUMEL, ParamInfo, UnitLayout, layout_unit
 
 PARAMS = st.lists(st.tuples(st.integers(0, 500), st.integers(0, 2)), min_size=1, max_size=12)
 

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from launcher.sharding.layout import TensorSplit
 from launcher.sharding.mesh import AXES, MeshSizes
-from launcher.sharding.tensors import TensorSplit
 
 SIZES = st.builds(MeshSizes, *[st.integers(1, 4)] * 4)
 

@@ -11,9 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.sharding.grouping import block_of, form_units
-from launcher.sharding.layout import layout_unit
-from launcher.sharding.shard_map import ShardMap, ShardRange
-from launcher.sharding.tensors import ParamInfo
+from launcher.sharding.layout import ParamInfo, ShardMap, ShardRange, layout_unit
 
 Element = tuple[str, int]
 

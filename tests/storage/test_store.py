@@ -23,9 +23,8 @@ from harness.launching import DEADLINE_S, ROOT
 from harness.needs import need
 
 from launcher.base.errors import EngineError
-from launcher.storage import swapfile
-from launcher.storage.buffers import ALIGNMENT_BYTES, aligned_buffer
-from launcher.storage.store import AioSettings, Extent, Store
+from launcher.storage import store as module
+from launcher.storage.store import ALIGNMENT_BYTES, AioSettings, Extent, Store, aligned_buffer
 
 BLOCK = 16 * ALIGNMENT_BYTES
 SETTINGS = AioSettings(block_size_bytes=BLOCK, queue_depth=4, num_threads=1)
@@ -170,7 +169,7 @@ def test_without_o_direct_the_page_cache_serves_and_it_is_said(tmp_path: Path, m
             raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
         return known(descriptor, command, flags)
 
-    monkeypatch.setattr(swapfile.fcntl, "fcntl", refuse)
+    monkeypatch.setattr(module.fcntl, "fcntl", refuse)
     store = Store(str(tmp_path), SETTINGS)
     assert store.notice is not None
     assert store.notice.startswith(f"{tmp_path}: no O_DIRECT")

@@ -15,8 +15,7 @@ from harness.launching import DEADLINE_S, wait_until
 from harness.sshd import LoopbackSshd
 
 from launcher.base.errors import TransportError
-from launcher.base.file_limit import allow_connections
-from launcher.base.processes import descendants
+from launcher.base.processes import allow_connections, descendants
 from launcher.cluster.cluster import Host
 from launcher.fleet.agent import Agent
 from launcher.fleet.fleet import Fleet

@@ -11,10 +11,9 @@ from pathlib import Path
 
 from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
-from launcher.checkpoint.deepspeed_files.files import Content, DeepSpeedFiles
+from launcher.checkpoint.deepspeed_files.files import Content, DeepSpeedFiles, universal_files
 from launcher.checkpoint.deepspeed_files.pickled import write_torch_file
 from launcher.checkpoint.deepspeed_files.plan import Plan
-from launcher.checkpoint.deepspeed_files.universal import universal_files
 from launcher.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.open import is_checkpoint, open_source

@@ -23,8 +23,7 @@ from launcher.checkpoint.saving.contents import Item, UnitContents
 from launcher.checkpoint.saving.save import Encoded, RankData, Save, SaveRequest, SharedData
 from launcher.checkpoint_files.manifest import MANIFEST
 from launcher.checkpoint_files.place import Place, place_of
-from launcher.sharding.layout import layout_unit
-from launcher.sharding.tensors import ParamInfo
+from launcher.sharding.layout import ParamInfo, layout_unit
 
 _HALVES = ("bfloat16", "float16")
 

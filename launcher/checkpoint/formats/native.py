@@ -17,14 +17,12 @@ from launcher.base.errors import CheckpointError
 from launcher.checkpoint.formats.source import WEIGHT, RunState, StoredParam, checked
 from launcher.checkpoint.values import tree
 from launcher.checkpoint.values.layout_json import layouts_from_json
-from launcher.checkpoint.values.refused import DAMAGE
-from launcher.checkpoint.values.tensors import TORCH_DTYPES, bytes_of, dtype_name
+from launcher.checkpoint.values.tree import DAMAGE, TORCH_DTYPES, bytes_of, dtype_name
 from launcher.checkpoint_files.blocks import TensorFile, TensorSums
 from launcher.checkpoint_files.manifest import Manifest, read_json, read_manifest
 from launcher.checkpoint_files.place import Place
-from launcher.sharding.layout import ParamSlot
-from launcher.sharding.shard_map import ShardMap
-from launcher.zero.splits import joined
+from launcher.sharding.layout import ParamSlot, ShardMap
+from launcher.zero.marks import joined
 
 _MAX_OPEN_FILES = 32
 # Elements that are converted at a time where a file has another type than what is asked for.

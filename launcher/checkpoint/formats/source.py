@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from launcher.sharding.tensors import TensorSplit
+from launcher.sharding.layout import TensorSplit
 
 WEIGHT = "weight"
 # `RunState.optimizer` of a checkpoint that has states, but does not say of which class.

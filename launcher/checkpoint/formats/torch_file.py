@@ -18,7 +18,7 @@ from torch import Tensor
 
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint.formats.unpickle import NumpyArray, Pickled, SafeUnpickler, unpickle
-from launcher.checkpoint.values.tensors import bytes_of
+from launcher.checkpoint.values.tree import bytes_of
 
 CHUNK_BYTES = 4 << 20
 _MAX_REPEATED_NUMEL = 2**28

@@ -13,9 +13,8 @@ from torch import Tensor, nn
 from launcher.comm.mesh import ParallelMesh
 from launcher.optim.api import FlatOptimizer
 from launcher.sharding.layout import ParamSlot, UnitLayout, layout_unit
-from launcher.zero.experts import is_moe_param
+from launcher.zero.marks import is_copy, is_moe_param
 from launcher.zero.parameters import param_info, unit_params_of
-from launcher.zero.splits import is_copy
 from launcher.zero.unit import FlatUnit
 
 Memory = Callable[[], contextlib.AbstractContextManager[None]]

@@ -11,8 +11,9 @@ import base64
 import contextlib
 import datetime
 import json
+import threading
 import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -22,12 +23,15 @@ from torch import Tensor
 
 from launcher.base.errors import CheckpointAssertionError, CheckpointError
 from launcher.base.log import get_logger
+from launcher.checkpoint.deepspeed_files.files import DeepSpeedFiles
+from launcher.checkpoint.deepspeed_files.pickled import write_torch_file
+from launcher.checkpoint.deepspeed_files.plan import Plan
 from launcher.checkpoint.exchange import Exchange, error_text
+from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.saving.contents import UnitContents
-from launcher.checkpoint.saving.deepspeed import write_beside
 from launcher.checkpoint.values import tree
 from launcher.checkpoint.values.layout_json import layouts_to_json
-from launcher.checkpoint.values.tensors import FILE_DTYPES, bytes_of, dtype_name
+from launcher.checkpoint.values.tree import FILE_DTYPES, bytes_of, dtype_name
 from launcher.checkpoint_files.blocks import TensorFileWriter, digest_of
 from launcher.checkpoint_files.folder import (
     Draft,
@@ -44,6 +48,29 @@ from launcher.checkpoint_files.folder import (
 )
 from launcher.checkpoint_files.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from launcher.checkpoint_files.place import Place, place_of
+
+# ---- DeepSpeed's files beside ours ----
+# DeepSpeed divides parameters otherwise than units are divided: a rank reads its part from the files that all ranks
+# have written, before these are committed.
+
+
+def write_beside(draft: Draft, manifest: Manifest, rank: int) -> dict[str, FileRecord]:
+    """Write a rank's files of DeepSpeed into a draft; return them by name. manifest: of all else that is in the draft.
+
+    One file's tensors are in memory at a time. Raises: OSError, CheckpointError for what DeepSpeed's files cannot hold.
+    """
+    assert isinstance(draft.path, Path), "stores are refused before anything is written"
+    found = {}
+    with contextlib.closing(NativeSource(draft.path, manifest)) as source:
+        files = DeepSpeedFiles(Plan(source, int(source.facts["stage"]), manifest.world_size))
+        for name, content in files.of_rank(rank):
+            own = draft.file(Path(name).stem, Path(name).suffix)
+            found[own] = FileRecord(*write_torch_file(draft.path / own, content()))
+    return found
+
+
+# ---- Saving ----
+
 
 SCRIPT = Path(__file__).parents[1] / "zero_to_fp32.py"
 # Ranks wait so long for each other to have written: longer than any disk takes for what one rank holds.
@@ -439,3 +466,59 @@ def _listed(values: list[str]) -> str:
     for rank, value in enumerate(values):
         ranks.setdefault(value, []).append(rank)
     return "; ".join(f"{value} on rank {', '.join(map(str, found[:8]))}" for value, found in ranks.items())
+
+
+# ---- Beside the training ----
+# At most one save is in flight. The copies take as many bytes as this rank's files, and are kept for the next save.
+
+
+class BackgroundSaver:
+    """Writes copies in a thread."""
+
+    def __init__(self, *, is_rank0: bool) -> None:
+        self._is_rank0 = is_rank0
+        self._copies: dict[str, Tensor] = {}
+        self._thread: threading.Thread | None = None
+        self._error: CheckpointError | None = None
+
+    def copy(self, contents: list[UnitContents]) -> dict[str, Tensor]:
+        """Return copies of what is written, in host memory; their values are there when this returns."""
+        copies: dict[str, Tensor] = {}
+        devices = set()
+        for key, tensor in live_tensors(contents):
+            kept = self._copies.get(key)
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+            copies[key] = kept.copy_(tensor, non_blocking=True)
+            if tensor.device.type != "cpu":
+                devices.add(tensor.device)
+        for device in devices:
+            torch.accelerator.synchronize(device)
+        self._copies = copies
+        return copies
+
+    def start(self, write: Callable[[], object]) -> None:
+        """Run `write` in a thread; the process does not end before it has. The save before must have ended."""
+
+        def run() -> None:
+            try:
+                write()
+            except Exception as error:  # noqa: BLE001  # whatever it is: `wait_for_checkpoint` must not say all is well
+                said = f"the save has failed: {type(error).__name__}: {error}"
+                self._error = error if isinstance(error, CheckpointError) else CheckpointError(said)
+                if self._is_rank0:
+                    get_logger().error("%s; the training continues without this checkpoint", self._error)
+
+        self._thread = threading.Thread(target=run, name="launch-checkpoint", daemon=False)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Wait until the save in flight has ended."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def take_error(self) -> CheckpointError | None:
+        """Return why the last save failed, once; None where it did not."""
+        error, self._error = self._error, None
+        return error

@@ -7,8 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from launcher.base.errors import CheckpointError
-from launcher.sharding.layout import ParamSlot, UnitLayout
-from launcher.sharding.tensors import ParamInfo, TensorSplit
+from launcher.sharding.layout import ParamInfo, ParamSlot, TensorSplit, UnitLayout
 
 _MAX_NUMEL = 2**63
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from launcher.activation.rng import get_cuda_rng_tracker
 from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
-from launcher.comm.accelerator import accelerator_type, device_module
+from launcher.comm.device import accelerator_type, device_module
 
 _MT19937_WORDS = 624
 

@@ -12,7 +12,9 @@ import argparse
 import base64
 import collections
 import ctypes
+import dataclasses
 import datetime
+import enum
 import math
 import pathlib
 import pickle
@@ -29,7 +31,54 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.values.refused import DAMAGE, advice, name_of
+
+# What reading damaged or hostile data may raise, whatever reads it.
+DAMAGE = (
+    ArithmeticError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    pickle.UnpicklingError,
+    struct.error,
+)
+
+
+def name_of(value: Any) -> str:
+    """Return "an argparse.Namespace": the type of a value with its article."""
+    kind = type(value)
+    name = kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"
+
+
+def advice(value: Any) -> str:
+    """Return what could be saved in place of a value."""
+    if isinstance(value, Tensor):
+        return "save a plain one, such as value.to_dense(), value.dequantize() or value.full_tensor()"
+    if isinstance(value, enum.Enum):
+        return "save its .name or .value"
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return "save dataclasses.asdict(value)"
+    if isinstance(value, tuple) and hasattr(value, "_asdict"):
+        return "save value._asdict(), or tuple(value)"
+    for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset):
+        if isinstance(value, kind):
+            return f"save {kind.__name__}(value)"
+    if isinstance(value, (bytearray, memoryview)):
+        return "save bytes(value)"
+    if callable(getattr(value, "state_dict", None)):
+        return "save value.state_dict()"
+    if callable(value):
+        return "checkpoints hold no code: save a name, and find the function by it when you load"
+    if hasattr(value, "__dict__"):
+        return "save vars(value)"
+    return "save numbers, text, lists, dicts and tensors"
+
 
 KIND, PAYLOAD = "$", "of"
 MAX_DEPTH = 100  # of values in values; the JSON of each is up to three deep, and readers of JSON allow about 1000
@@ -527,3 +576,28 @@ _MAPPINGS: dict[str, Callable[[dict[Any, Any]], Any]] = {
     "Namespace": lambda fields: _with_fields(argparse.Namespace(), fields),
     "SimpleNamespace": lambda fields: _with_fields(types.SimpleNamespace(), fields),
 }
+
+
+TORCH_DTYPES = {
+    "F64": torch.float64, "I64": torch.int64, "C64": torch.complex64, "F32": torch.float32, "I32": torch.int32,
+    "F16": torch.float16, "BF16": torch.bfloat16, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
+    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16,
+    "U32": torch.uint32, "U64": torch.uint64,
+}  # fmt: skip
+FILE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type as torch prints it, without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a tensor, copied to the host where it is not there or not contiguous."""
+    tensor = tensor.detach().cpu().contiguous()
+    num_bytes = tensor.numel() * tensor.element_size()
+    if not num_bytes:
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]  # the view keeps the tensor alive
+    return memoryview(memory).cast("B")

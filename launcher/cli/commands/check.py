@@ -9,14 +9,13 @@ from typing import Any
 import click
 
 from launcher.base.exit_codes import ExitCode
-from launcher.base.folders import working_folder
+from launcher.base.private_files import working_folder
 from launcher.base.units import counted, format_bytes, printable
 from launcher.cli.console.streams import say_waiting
 from launcher.cli.options.command import Command
 from launcher.cli.options.selection import HostOptions, host_options
-from launcher.cluster.fold import fold
-from launcher.hosts.check import Checker, CheckReport, HostCheck
-from launcher.hosts.checks import Finding
+from launcher.cluster.nodeset import fold
+from launcher.hosts.check import Checker, CheckReport, Finding, HostCheck
 
 _EPILOG = """\b
 examples:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from launcher.base.errors import ConfigError
+from launcher.base.errors import ConfigError, did_you_mean, nearest
 from launcher.base.exit_codes import ExitCode
-from launcher.base.suggest import did_you_mean, nearest
 from launcher.base.units import counted, printable
 from launcher.cli.options.types import Whole
 

@@ -19,9 +19,8 @@ from launcher.cli.options.types import Whole, files
 
 if TYPE_CHECKING:
     from launcher.config.schema import Config
-    from launcher.planner.activations import Workload
     from launcher.planner.estimate import Estimate, Machines
-    from launcher.planner.memory import Setting
+    from launcher.planner.memory import Setting, Workload
     from launcher.planner.model import ModelFacts, TransformerShape
 
 _DEFAULT_LENGTH = 2048
@@ -142,7 +141,7 @@ class EstimateOptions:
 
     def workload(self, model: ModelFacts, config_batch: int | None) -> Workload:
         """The micro-batch of a rank: the option's, else the config's, else one sequence."""
-        from launcher.planner.activations import Workload
+        from launcher.planner.memory import Workload
 
         longest = None if model.shape is None else model.shape.max_length
         return Workload(

@@ -13,13 +13,13 @@ import click
 
 from launcher.base.errors import UsageError
 from launcher.base.exit_codes import ExitCode
-from launcher.base.folders import working_folder
+from launcher.base.private_files import working_folder
 from launcher.base.units import format_bytes, printable
 from launcher.cli.console.streams import say_waiting
 from launcher.cli.options.command import Command
 from launcher.cli.options.selection import HostOptions, host_options
 from launcher.cli.options.types import Seconds, files
-from launcher.cluster.fold import fold, fold_findings
+from launcher.cluster.nodeset import fold, fold_findings
 from launcher.hosts.fanout import Fanout, Listener
 from launcher.hosts.session import Held, HostResult, Task
 from launcher.job.plan import new_job_id

@@ -24,8 +24,8 @@ from launcher.base.units import format_duration
 from launcher.cli.console.lines import MixedLines
 from launcher.cli.console.streams import say_waiting, show_table
 from launcher.cli.options.types import Whole
-from launcher.cluster.fold import fold
-from launcher.job.log_reader import LogReader
+from launcher.cluster.nodeset import fold
+from launcher.job.logs import LogReader
 from launcher.job.plan import DEFAULT_LEASE_S
 from launcher.job.registry import JobEntry, all_jobs, find_job, process_identity, send_signal
 

@@ -13,8 +13,7 @@ import click
 
 from launcher import __version__
 from launcher.base.errors import LauncherError, TransportError
-from launcher.base.secrets import MASK, mask_arguments
-from launcher.base.units import counted, format_bytes, format_duration, printable
+from launcher.base.units import MASK, counted, format_bytes, format_duration, mask_arguments, printable
 from launcher.cli.console import streams
 from launcher.cli.console.lines import MixedLines, ShownOutput
 from launcher.cli.options.output import LOG_LEVELS, OutputOptions
@@ -44,7 +43,7 @@ def show_error(error: LauncherError) -> None:
     """Print what is wrong, where, and what to do; all findings of the error, those that hosts share once."""
     diagnostics = error.diagnostics
     if isinstance(error, TransportError) and len(diagnostics) > 1:
-        from launcher.cluster.fold import fold_findings
+        from launcher.cluster.nodeset import fold_findings
 
         diagnostics = tuple(fold_findings(diagnostics))
     for diagnostic in diagnostics:

@@ -123,14 +123,14 @@ def with_endpoint(values: dict[str, Any], endpoint: str | None, notes: list[str]
 
 
 def _is_here(host: str) -> bool:
-    from launcher.cluster.hostname import is_loopback
+    from launcher.cluster.nodeset import is_loopback
 
     return is_loopback(host)
 
 
 def _split(endpoint: str) -> tuple[str, int | None]:
     """Return host and port of `HOST[:PORT]`, `[::1]:29500`; port None where there is none, or 0: a free one."""
-    from launcher.cluster.hostname import split_endpoint
+    from launcher.cluster.nodeset import split_endpoint
 
     host, given = split_endpoint(endpoint)
     port = "0" if given is None else given

@@ -22,8 +22,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from launcher.base.errors import Diagnostic, UsageError
-from launcher.base.suggest import did_you_mean
+from launcher.base.errors import Diagnostic, UsageError, did_you_mean
 
 _SECTIONS = ("cluster", "resources", "options")
 _KEYS = (*_SECTIONS, "environment", "script", "args", "config")

@@ -96,7 +96,7 @@ def whole_list(text: str) -> tuple[int, ...]:
 
 def core_list(text: str) -> tuple[int, ...]:
     """Read CPUs: 0-15,32. Raises: UsageError."""
-    from launcher.cluster.cores import parse_core_list
+    from launcher.cluster.devices import parse_core_list
 
     return parse_core_list(str(text))
 
@@ -135,7 +135,7 @@ def signal_list(text: str) -> tuple[int, ...]:
 
 def _signal_number(name: str) -> int:
     if name not in signal.Signals.__members__:
-        from launcher.base.suggest import did_you_mean
+        from launcher.base.errors import did_you_mean
 
         hint = did_you_mean(name, signal.Signals.__members__)
         raise UsageError(f"there is no signal {name}", where="--signals-to-handle", hint=hint)

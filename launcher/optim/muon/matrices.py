@@ -12,8 +12,7 @@ from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.kernels.api import Span
 from launcher.optim.api import ParamShard
-from launcher.optim.muon.muon import as_matrix, descent, direction, iteration, uses_muon
-from launcher.optim.muon.orthogonal import orthogonalized
+from launcher.optim.muon.muon import as_matrix, descent, direction, iteration, orthogonalized, uses_muon
 
 # Elements of one exchange that a rank holds, about: enough of them that work is spread evenly, and few enough that
 # what is in flight stays small beside the model.

@@ -15,7 +15,7 @@ from launcher.comm import observe
 from launcher.comm.compressed import CompressedMean
 from launcher.comm.groups import RankGroup
 from launcher.optim.api import FlatOptimizer, ParamShard
-from launcher.optim.lion import BATCH_NUMEL, DEFAULT_BATCH_NUMEL
+from launcher.optim.classes import BATCH_NUMEL, DEFAULT_BATCH_NUMEL
 
 _NUM_STEPS = "num_steps"
 

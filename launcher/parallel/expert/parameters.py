@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.parallel.expert.layer import MoE
-from launcher.zero.experts import is_moe_param
+from launcher.zero.marks import is_moe_param
 
 MAX_GROUP_NUMEL = 178_956_971  # DeepSpeed's
 

@@ -20,10 +20,9 @@ from launcher.base.errors import EngineError
 from launcher.base.timeouts import timeouts
 from launcher.comm.groups import RankGroup
 from launcher.parallel.expert.share import counterparts, values_of_others
-from launcher.parallel.tensor.slices import full_values
-from launcher.zero.experts import is_moe_param
+from launcher.parallel.tensor.functions import full_values
+from launcher.zero.marks import is_moe_param, split_of
 from launcher.zero.parameters import unit_params_of
-from launcher.zero.splits import split_of
 
 _HOOK = "_launch_whole_state"
 _NUMBERS = itertools.count()  # of models, alike on every rank: they are spread by all of them together

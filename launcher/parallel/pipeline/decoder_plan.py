@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from launcher.base.errors import EngineError
-from launcher.comm.accelerator import random_numbers_kept
+from launcher.comm.device import random_numbers_kept
 from launcher.parallel.pipeline.placeholders import (
     EarlierBlock,
     EarlierPart,

@@ -13,9 +13,8 @@ from launcher.base.errors import ConfigError, EngineError
 from launcher.config.schema_parallel import Pipeline
 from launcher.parallel.pipeline.decoder import StagedDecoder
 from launcher.parallel.pipeline.module import PipelineModule
-from launcher.parallel.pipeline.profile import time_layers
 from launcher.parallel.pipeline.stages import StagedModel
-from launcher.parallel.pipeline.weights import PROFILE, WHERE, layer_weights
+from launcher.parallel.pipeline.weights import PROFILE, WHERE, layer_weights, time_layers
 from launcher.sharding.mesh import MeshSizes
 
 Measure = Callable[[], list[float]]

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from launcher.base.errors import EngineRuntimeError
-from launcher.comm.accelerator import random_numbers_kept
+from launcher.comm.device import random_numbers_kept
 
 SeedFunction = Callable[[int], Any]
 

@@ -12,8 +12,8 @@ from launcher.comm.groups import RankGroup
 from launcher.parallel.pipeline.links import RankOf
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.zero.gradients import UnitGradients
+from launcher.zero.marks import mark_copy
 from launcher.zero.parameters import unit_params_of
-from launcher.zero.splits import mark_copy
 from launcher.zero.unit import FlatUnit
 
 

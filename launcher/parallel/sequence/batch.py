@@ -5,13 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from launcher.base.errors import EngineError
+from launcher.comm import collectives
+from launcher.comm.groups import RankGroup
+from launcher.parallel.sequence.exchange import sequence_ranks
 from launcher.parallel.sequence.positions import made_positions
-from launcher.parallel.sequence.ranks import sequence_ranks
 
 IGNORED = -100  # label of a token that counts in no loss
 # What has one entry for each token; other tensors are cut where their second dimension is as long.
@@ -85,3 +89,43 @@ def _tokens(batch: Mapping[str, Any]) -> Tensor:
         "a batch that is cut along the sequence is a dict with input_ids, [batch, length]",
         hint='such as launcher.shard_sequence({"input_ids": tokens, "labels": tokens})',
     )
+
+
+# ---- The loss of a whole sequence ----
+
+
+def sequence_loss(
+    loss: Tensor, shift_labels: Tensor, *, ignore_index: int = IGNORED, group: ProcessGroup | None = None
+) -> Tensor:
+    """Return the mean loss over the tokens of whole sequences, from the mean over those of this rank's part.
+
+    loss: scalar; of a part without any token that counts it may be NaN. shift_labels: this rank's part; the tokens that
+    count are those that are not `ignore_index`. group: the ranks of one sequence; None: those of the engine that was
+    built last. Collective; the result is alike on all ranks, and each must call backward on it, with the same factors.
+
+    Backward gives this part its share of the gradient, times the number of ranks P. Each of P ranks differentiates its
+    own copy of one loss, and the engine takes the mean of their gradients: P · 1/P leaves those of a single process.
+    """
+    ranks = sequence_ranks(group)
+    num_tokens = (shift_labels != ignore_index).sum()
+    if ranks is None:
+        own: Tensor = torch.where(num_tokens > 0, loss, loss.new_zeros(()))
+        return own
+    total: Tensor = _MeanOverRanks.apply(loss, num_tokens, ranks)
+    return total
+
+
+class _MeanOverRanks(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, num_tokens: Tensor, ranks: RankGroup) -> Tensor:
+        own = torch.where(num_tokens > 0, loss.double() * num_tokens, 0.0)
+        rows = collectives.gather_rows(ranks, torch.stack([own, num_tokens.double()]))
+        total, counted = rows.sum(dim=0).unbind()
+        counted = counted.clamp(min=1.0)
+        ctx.share = ranks.world_size * num_tokens / counted
+        return (total / counted).to(loss.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        return (grad * ctx.share).to(grad.dtype), None, None

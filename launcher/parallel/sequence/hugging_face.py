@@ -23,8 +23,7 @@ from launcher.base.errors import EngineError
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.parallel.sequence.exchange import check_heads, gather_heads, scatter_heads
-from launcher.parallel.sequence.model_positions import OwnPositions
-from launcher.parallel.sequence.positions import are_made_positions
+from launcher.parallel.sequence.positions import OwnPositions, are_made_positions
 from launcher.zero.compiled import outside_graphs
 
 _KEYWORD = "sequence_parallel"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from launcher.base.errors import EngineError
 
 # On a tensor: rank, number of ranks, and its version then, which a change in place raises.
 _MADE_FOR = "_launch_made_for"
@@ -31,3 +34,48 @@ def are_made_positions(positions: Any, rank: int, num_ranks: int) -> bool:
     """
     made_for = getattr(positions, _MADE_FOR, None)
     return made_for is not None and made_for == (rank, num_ranks, positions._version)
+
+
+# ---- Models that count positions in a way of their own ----
+
+
+_FUNCTION = "create_position_ids_from_input_ids"
+
+
+class OwnPositions:
+    """Compares the positions of a batch with those that the model itself would count, as far as these can be told.
+
+    Embeddings of the RoBERTa family count from behind the number of the padding token, and those of OPT leave out
+    padding. `shard_sequence`, which knows no model, counts all tokens from 0.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._name = type(model).__name__
+        paddings = [getattr(module, "padding_idx", None) for module in model.modules() if hasattr(module, _FUNCTION)]
+        self._first = next((padding + 1 for padding in paddings if isinstance(padding, int)), 0)
+        self._leaves_out_padding = any(_reads_mask(module) for module in model.modules())
+
+    def check(self, position_ids: Tensor, is_token: Tensor | None) -> None:
+        """Raise EngineError for positions that the model would not give to these tokens.
+
+        position_ids, is_token: [batch, length], of whole sequences. is_token is False at padding; None without any.
+        """
+        own = position_ids[:, 0] if is_token is None else position_ids[is_token]
+        if self._first and bool((own < self._first).any()):
+            raise EngineError(
+                f"{self._name} counts positions from {self._first}, and those of the batch begin at {int(own.min())}",
+                hint=f"give shard_sequence position_ids, such as {_FUNCTION} of the model's embeddings returns them",
+            )
+        if not self._leaves_out_padding or is_token is None:
+            return
+        if bool((is_token & (position_ids > is_token.long().cumsum(-1) - 1)).any()):
+            raise EngineError(
+                f"{self._name} leaves out padding when it counts positions, and those of the batch count it",
+                hint="give shard_sequence position_ids=attention_mask.cumsum(-1) * attention_mask - 1, or put"
+                " padding behind the tokens",
+            )
+
+
+def _reads_mask(module: nn.Module) -> bool:
+    """Whether a module is an embedding of positions that it counts by a mask."""
+    return isinstance(module, nn.Embedding) and "attention_mask" in inspect.signature(type(module).forward).parameters

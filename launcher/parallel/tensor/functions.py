@@ -15,13 +15,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.comm.pending import Pending
+from launcher.zero.marks import split_of
 
 
 def copy_to_ranks(x: Tensor, group: RankGroup) -> Tensor:
@@ -270,3 +271,18 @@ class _WeightLater(torch.autograd.Function):
         (x, grad), ctx.work.kept = ctx.work.kept, None
         grad_weight = x.t() @ grad if ctx.work.is_transposed else grad.t() @ x
         return grad_weight, grad.sum(0) if ctx.needs_input_grad[1] else None, None
+
+
+# ---- Wholes of parameters of which ranks have parts ----
+
+
+@torch.no_grad()
+def full_values(param: nn.Parameter, group: RankGroup) -> Tensor:
+    """Return all of a parameter of which each rank of the group holds a part; of another one, its own values.
+
+    The parameter must be unsharded. Every rank of the group must call it.
+    """
+    split = split_of(param)
+    if split is None:
+        return param.detach()
+    return gathered(param.detach().to(group.device), group, split.blocks, split.dim)

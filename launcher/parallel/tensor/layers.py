@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from launcher.base.errors import EngineError
 from launcher.comm.groups import RankGroup
 from launcher.parallel.tensor import functions
-from launcher.sharding.tensors import TensorSplit
+from launcher.sharding.layout import TensorSplit
 from launcher.zero.compiled import outside_graphs
 
 _SHARE = "_launch_tensor_share"

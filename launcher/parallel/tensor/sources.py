@@ -9,8 +9,7 @@ from typing import Any
 
 from torch import nn
 
-from launcher.base.errors import EngineError
-from launcher.base.suggest import did_you_mean
+from launcher.base.errors import EngineError, did_you_mean
 from launcher.parallel.tensor import heads, names
 from launcher.parallel.tensor.styles import (
     HF_EXPERTS,

@@ -27,7 +27,7 @@ from typing import Any
 from launcher.base.errors import HostfileError, TransportError
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
-from launcher.cluster.hostname import parse_address
+from launcher.cluster.nodeset import parse_address
 from launcher.transport.ssh.known_hosts import DEFAULT_PORT, lookup_name
 from launcher.transport.ssh.options import SshOptions
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING
 
 from launcher.base.errors import Diagnostic, TransportError
 from launcher.cluster.cluster import Host
+from launcher.transport.api import StderrTail
 from launcher.transport.ssh import library
 from launcher.transport.ssh.config import SshTarget, Targets
 from launcher.transport.ssh.connect import DroppedError, connect, end_connections, open_jump
 from launcher.transport.ssh.options import SshOptions
-from launcher.transport.stderr_buffer import StderrTail
 
 if TYPE_CHECKING:
     import paramiko

@@ -19,10 +19,9 @@ import torch
 from torch import Tensor
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.values.refused import DAMAGE
+from launcher.checkpoint.values.tree import DAMAGE
 from launcher.checkpoint_files.manifest import FILE_NAME
-from launcher.checkpoint_files.place import LocalReader, Place, reader_of
-from launcher.checkpoint_files.remote import RemoteReader
+from launcher.checkpoint_files.place import LocalReader, Place, RemoteReader, reader_of
 
 METADATA = ".metadata"
 _MAX_NUMEL = 2**63

@@ -19,7 +19,7 @@ from torch import Tensor
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint.formats.dcp.files import ChunkedTensor, PieceReader, read_contents
 from launcher.checkpoint.formats.source import UNKNOWN_OPTIMIZER, WEIGHT, RunState, StoredParam
-from launcher.checkpoint.values.tensors import dtype_name
+from launcher.checkpoint.values.tree import dtype_name
 from launcher.checkpoint_files.place import Place
 
 _Path = tuple[str | int, ...]

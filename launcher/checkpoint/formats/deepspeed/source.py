@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +10,115 @@ from typing import Any
 from torch import Tensor
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.formats.deepspeed.files import Files, tag_folder
+from launcher.checkpoint.formats.deepspeed.files import Contents, Files, Found, tag_folder
 from launcher.checkpoint.formats.deepspeed.partitioned import read_partitioned
-from launcher.checkpoint.formats.deepspeed.places import Found
-from launcher.checkpoint.formats.deepspeed.state import run_state
 from launcher.checkpoint.formats.deepspeed.whole import read_whole
-from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, RunState, StoredParam
-from launcher.checkpoint.formats.torch_file import verify_torch_file
+from launcher.checkpoint.formats.source import UNKNOWN_OPTIMIZER, WEIGHT, CheckpointSource, RunState, StoredParam
+from launcher.checkpoint.formats.torch_file import FileTensor, plain, verify_torch_file
+from launcher.checkpoint.formats.unpickle import Pickled
+
+# What DeepSpeed writes beside the client state.
+_OWN = {
+    "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
+    "frozen_param_fragments", "lr_scheduler", "data_sampler", "random_ltd", "skipped_steps", "global_steps",
+    "global_samples", "dp_world_size", "mp_world_size", "checkpoint_parallel_dimensions", "ds_config", "ds_version",
+    "universal_checkpoint_info", "sparse_tensor_module_names",
+}  # fmt: skip
+# Name in a config, in lower case -> the class that takes the same steps here.
+_CLASSES = {
+    "adamw": "AdamW", "adagrad": "Adagrad", "sgd": "SGD", "lion": "Lion", "lamb": "Lamb", "rmsprop": "RMSprop",
+    "nadam": "NAdam", "radam": "RAdam", "adamax": "Adamax", "asgd": "ASGD", "adadelta": "Adadelta", "rprop": "Rprop",
+    "muon": "Muon",
+}  # fmt: skip
+_ADAM = {"exp_avg", "exp_avg_sq"}
+# Class -> states that it has after a step.
+_STATES = {"AdamW": _ADAM, "Adam": _ADAM, "NAdam": _ADAM, "RAdam": _ADAM, "Lamb": _ADAM, "Lion": {"exp_avg"}}
+# States -> class, for an optimizer that the config does not name.
+_BY_STATES = ((_ADAM, "AdamW"), ({"exp_avg"}, "Lion"), ({"momentum_buffer"}, "SGD"), ({"sum"}, "Adagrad"))
+_NOT_HYPER_PARAMETERS = ("params", "param_names", "step", "fused", "foreach")
+
+
+def run_state(files: Files, contents: Contents) -> RunState:
+    """Return the state of the run that saved."""
+    model = files.model()
+    config = plain(model.get("ds_config")) or {}
+    config = config if isinstance(config, dict) else {}
+    steps = int(model["global_steps"])
+    client = {key: plain(value) for key, value in model.items() if key not in _OWN}
+    schedule = plain(model.get("lr_scheduler"))
+    return RunState(
+        global_steps=steps,
+        global_samples=int(model.get("global_samples") or 0),
+        micro_steps=steps * _accumulation(config, int(model.get("dp_world_size") or 1)),  # it is not saved
+        skipped_steps=int(model.get("skipped_steps") or 0),
+        optimizer=_optimizer(config, contents),
+        groups=[_hyper_parameters(group) for group in contents.groups],
+        lr_scheduler=schedule if isinstance(schedule, dict) else None,
+        loss_scaler=_loss_scaler(contents.scaler, steps),
+        client_state=client,
+        buffers=_buffers(model),
+        extra_state={name: plain(value) for name, value in _extra(model)},
+        config=config,
+        versions={"deepspeed": str(model["ds_version"])},
+    )
+
+
+def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
+    found = ((name, model["module"].get(name)) for name in model["buffer_names"])
+    return {name: value.load() for name, value in found if isinstance(value, FileTensor)}
+
+
+def _extra(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    return ((name, value) for name, value in model["module"].items() if not isinstance(value, FileTensor | None))
+
+
+def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
+    kept = (name for name in group if name not in _NOT_HYPER_PARAMETERS and not name.startswith("_ds_"))
+    return {name: plain(group[name]) for name in kept}
+
+
+def _accumulation(config: Mapping[str, Any], num_ranks: int) -> int:
+    """Return micro steps of a step."""
+    sizes = [
+        config.get(key) for key in ("gradient_accumulation_steps", "train_batch_size", "train_micro_batch_size_per_gpu")
+    ]
+    given, batch, micro = (size if isinstance(size, int) and size > 0 else None for size in sizes)
+    if given:
+        return given
+    return max(1, batch // (micro * num_ranks)) if batch and micro else 1
+
+
+def _optimizer(config: Mapping[str, Any], contents: Contents) -> str | None:
+    """Return the class. A checkpoint does not name it: the config does, unless the script brought its own optimizer."""
+    if not contents.groups:
+        return None
+    states = next((set(found.stored.states) for found in contents.params.values() if found.stored.states), set())
+    section = config.get("optimizer") or {}
+    kind, options = str(section.get("type", "")).lower(), section.get("params") or {}
+    if kind == "adam":  # it means AdamW unless told otherwise
+        kind = "adamw" if options.get("adam_w_mode", True) else "adam"
+    named = "Adam" if kind == "adam" else _CLASSES.get(kind, section.get("type"))
+    if named and (not states or states >= _STATES.get(named, set())):
+        return str(named)
+    found = next((name for expected, name in _BY_STATES if states >= expected), UNKNOWN_OPTIMIZER)
+    return "Adam" if found == "AdamW" and contents.groups[0].get("decoupled_weight_decay") is False else found
+
+
+def _loss_scaler(scaler: Any, steps: int) -> dict[str, Any] | None:
+    """Return a loss scale as `LossScaler.state_dict()` has it; None where there is none or it is 1 for good."""
+    state = scaler.fields if isinstance(scaler, Pickled) else scaler
+    if not isinstance(state, Mapping) or "cur_scale" not in state:
+        return None
+    scale = float(state["cur_scale"])
+    if not state.get("dynamic", state.get("dynamic_loss_scale", False)) and scale == 1.0:
+        return None
+    return {
+        "scale": scale,
+        "num_steps": int(state.get("cur_iter", steps)),
+        "last_overflow": int(state.get("last_overflow_iter", -1)),
+        "hysteresis": int(state.get("cur_hysteresis", 1)),
+    }
+
 
 # Class -> our name of a state and the one that DeepSpeed's CPU kernel has.
 _OTHER_NAMES = {"Adagrad": ("sum", "exp_avg_sq")}

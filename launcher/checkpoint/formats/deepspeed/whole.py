@@ -8,8 +8,16 @@ from typing import Any
 
 import torch
 
-from launcher.checkpoint.formats.deepspeed.files import Files
-from launcher.checkpoint.formats.deepspeed.places import Contents, Found, Place, States, dtype_name, in_one, states_of
+from launcher.checkpoint.formats.deepspeed.files import (
+    Contents,
+    Files,
+    Found,
+    Place,
+    States,
+    dtype_name,
+    in_one,
+    states_of,
+)
 from launcher.checkpoint.formats.source import WEIGHT, StoredParam
 from launcher.checkpoint.formats.torch_file import FileTensor
 

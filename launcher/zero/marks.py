@@ -1,11 +1,11 @@
-"""Parameters that ranks of one model have in parts or as copies: which part it is, the way from and to the whole."""
+"""What is noted on parameters: which part or copy of a whole a rank has, and which belong to experts."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
 
-from launcher.sharding.tensors import TensorSplit
+from launcher.sharding.layout import TensorSplit
 
 _SPLIT = "_launch_tensor_split"
 _COPY = "_launch_copy"
@@ -45,3 +45,20 @@ def joined(parts: Tensor, split: TensorSplit) -> Tensor:
     shares = [block // split.count for block in split.blocks]
     by_part = [part.split(shares, split.dim) for part in parts.view(split.count, *split.local_shape).unbind()]
     return torch.cat([share for block in zip(*by_part, strict=True) for share in block], split.dim)
+
+
+# ---- Experts ----
+
+
+def mark_expert(param: nn.Parameter, ep_size: int) -> None:
+    """Note that a parameter belongs to an expert, of a set that `ep_size` ranks have together.
+
+    By DeepSpeed's attributes, which scripts and other libraries read: `allreduce` and `group_name`.
+    """
+    param.allreduce = False  # type: ignore[attr-defined]
+    param.group_name = f"ep_size_{ep_size}"  # type: ignore[attr-defined]
+
+
+def is_moe_param(param: nn.Parameter) -> bool:
+    """Whether a parameter belongs to an expert of a mixture whose experts may be spread over ranks."""
+    return not getattr(param, "allreduce", True)
