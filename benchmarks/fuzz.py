@@ -26,11 +26,11 @@ from launcher.agent import wire
 from launcher.base import env
 from launcher.base.errors import LauncherError
 from launcher.base.scheduler_rank import scheduler_rank
-from launcher.base.units import mask_arguments
+from launcher.base.secrets import mask_arguments
 from launcher.cli.commands.run import run as run_command
 from launcher.cli.options.jobfile import read_job_file
 from launcher.cluster.cluster import Cluster, Host
-from launcher.cluster.devices import parse_core_list
+from launcher.cluster.cores import parse_core_list
 from launcher.cluster.filters import select
 from launcher.cluster.hostfile import parse_hostfile
 from launcher.cluster.nodeset import expand, fold, parse_address

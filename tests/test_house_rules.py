@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import functools
+import graphlib
 import re
 import statistics
 import subprocess
@@ -16,6 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parent.parent
 SOURCES = sorted((ROOT / "launcher").rglob("*.py"))
 MAX_FILE_LINES = 800
+SMALL_FILE_LINES, MAX_SMALL_FILES = 60, 40
 MAX_FUNCTION_LINES = 120
 MAX_P90_FUNCTION_LINES = 40
 MAX_CLASS_LINES = 500
@@ -68,6 +70,15 @@ def test_every_file_is_short_and_says_what_it_is_for() -> None:
     assert silent == []
 
 
+def test_files_under_60_lines_have_a_reason_that_contributing_names() -> None:
+    section = (ROOT / "CONTRIBUTING.md").read_text().partition("## Files under 60 lines")[2].partition("\n## ")[0]
+    named = set(re.findall(r"`(launcher/[\w/]+\.py)`", section))
+    sources = [path for path in SOURCES if path.name != "__init__.py"]
+    small = {str(path.relative_to(ROOT)) for path in sources if len(path.read_text().splitlines()) < SMALL_FILE_LINES}
+    assert small == named
+    assert len(small) <= MAX_SMALL_FILES
+
+
 def test_functions_and_classes_are_small() -> None:
     lengths = [num_lines(node) for _, node in functions()]
     long = [f"{place(p, n)} {n.name}: {num_lines(n)}" for p, n in functions() if num_lines(n) > MAX_FUNCTION_LINES]
@@ -98,6 +109,24 @@ def test_signatures_are_narrow() -> None:
         if num_parameters > MAX_PARAMETERS and names.isdisjoint(WIDE_SIGNATURES):
             wide.append(f"{place(path, node)} {node.name}: {num_parameters}")
     assert wide == []
+
+
+def imports_of(path: Path, modules: frozenset[str]) -> Iterator[str]:
+    """Yield the modules of the package that a file imports when it is loaded, or for its types alone."""
+    for outer in parsed(path).body:
+        for node in outer.body if isinstance(outer, ast.If) else [outer]:
+            if isinstance(node, ast.ImportFrom) and node.module:
+                names = (f"{node.module}.{alias.name}" for alias in node.names)
+                yield from ({name if name in modules else node.module for name in names} & modules)
+            elif isinstance(node, ast.Import):
+                yield from ({alias.name for alias in node.names} & modules)
+
+
+def test_no_import_circles_for_types_neither() -> None:
+    names = {path: ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__") for path in SOURCES}
+    modules = frozenset(names.values())
+    graph = {name: set(imports_of(path, modules)) - {name} for path, name in names.items()}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
 def test_no_star_imports() -> None:

@@ -504,7 +504,7 @@ def _cores_of_ranks(spec: Spawn) -> list[list[int]]:
     """Return the cores of each rank, [] where none is bound. Raises: UsageError."""
     if spec.bound_cores is None:
         return []
-    from launcher.cluster.devices import shares
+    from launcher.cluster.cores import shares
 
     return shares(spec.bound_cores, len(spec.rank_envs))
 

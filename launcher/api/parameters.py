@@ -15,7 +15,7 @@ from launcher.api.pickling import pack_call
 from launcher.base import env as variables
 from launcher.base.errors import Diagnostic, JobError, LauncherError, UsageError
 from launcher.base.fields import filled
-from launcher.base.private_files import working_folder
+from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster, NodeRange
 from launcher.cluster.nodeset import MAX_PORT
 from launcher.compat import ENGINES

@@ -21,7 +21,8 @@ from launcher.api.parameters import Options, Parameters, StrPath, command_for, i
 from launcher.base import env as variables
 from launcher.base.errors import JobError, LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
-from launcher.base.private_files import make_private_folder, working_folder, write_private
+from launcher.base.folders import working_folder
+from launcher.base.private_files import make_private_folder, write_private
 from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
 from launcher.job.plan import new_job_id

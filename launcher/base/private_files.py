@@ -9,9 +9,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from pathlib import Path
-
-from launcher.base.errors import UsageError
 
 _NOT_OURS = "the folder belongs to another user"
 
@@ -107,24 +104,3 @@ def _check_owner(folder_fd: int, file_fd: int) -> None:
 def _remove(name: str, folder_fd: int) -> None:
     with contextlib.suppress(OSError):
         os.unlink(name, dir_fd=folder_fd)
-
-
-# ---- The two folders a process takes for granted, and may not have ----
-
-
-def working_folder() -> str:
-    """Return the working directory. Raises: UsageError when it has been removed."""
-    try:
-        return os.getcwd()
-    except OSError as error:
-        raise UsageError(
-            f"the working directory cannot be used: {error.strerror}", hint="change to one that exists"
-        ) from None
-
-
-def home_folder() -> Path | None:
-    """Return the user's home folder, None for a user without one, as containers have them."""
-    try:
-        return Path.home()
-    except RuntimeError:
-        return None

@@ -17,7 +17,7 @@ from pathlib import Path
 from launcher.base.errors import LauncherError
 from launcher.base.log import get_logger
 from launcher.cluster.cluster import Cluster, Host
-from launcher.cluster.devices import parse_core_list
+from launcher.cluster.cores import parse_core_list
 from launcher.cluster.filters import chosen_slots
 from launcher.cluster.hostfile import parse_hostfile, read_hostfile
 

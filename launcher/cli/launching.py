@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from launcher.base.errors import UsageError
-from launcher.base.units import mask_arguments
+from launcher.base.secrets import mask_arguments
 from launcher.cli.console import render, streams
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.cli.deepspeed_runner import LAUNCH, parse_range_list
-from launcher.cluster.devices import shares
+from launcher.cluster.cores import shares
 
 _PLAIN = re.compile(r"[\w@%+=:,./-]*")  # what a shell reads as it is
 _MAX_FAN_OUT = 1024

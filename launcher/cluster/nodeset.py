@@ -1,7 +1,7 @@
-"""Expand host ranges: `node[01-03,7]-ib` names node01-ib, node02-ib, node03-ib and node7-ib.
+"""Names of hosts: `node[01-03,7]-ib` expanded to node01-ib, node02-ib, node03-ib and node7-ib, and many folded to that.
 
-Zero padding is kept, several brackets multiply. Brackets that hold an IPv6 address are not ranges
-and never reach this file: see `hostname.py`.
+Zero padding is kept, several brackets multiply. Brackets that hold an IPv6 address are not ranges: `parse_address`
+takes them off before `expand`.
 """
 
 from __future__ import annotations

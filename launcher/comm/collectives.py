@@ -1,6 +1,6 @@
 """Collectives on flat 1-D buffers that hold one equal chunk per rank: by name, and measured where a config asks.
 
-How they are done is the group's communicator's to know: see `gloo` and `nccl`.
+How they are done is the group's communicator's to know: see `backends`.
 """
 
 from __future__ import annotations

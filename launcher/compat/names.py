@@ -54,7 +54,7 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.ranks": "init_distributed",
         f"{_DEFINED}.logs": "log_dist logger",
         f"{_DEFINED}.utils": "OnDevice",
-        f"{_DEFINED}.optimizer_classes": "DeepSpeedOptimizer ZeROOptimizer",
+        f"{_DEFINED}.optimizers": "DeepSpeedOptimizer ZeROOptimizer",
         f"{_DEFINED}.tuning": "add_tuning_arguments",
         "launcher.engine.data": "DeepSpeedDataLoader=DistributedLoader",
         "launcher.engine.arguments": "add_config_arguments",
@@ -207,8 +207,8 @@ NAMES: dict[str, dict[str, str]] = {
             CheckpointHiddenStatesOffload get_checkpoint_hidden_states_offloading_ctx_manager
         """
     },
-    "runtime.base_optimizer": {f"{_DEFINED}.optimizer_classes": "DeepSpeedOptimizer ZeROOptimizer"},
-    "runtime.bf16_optimizer": {f"{_DEFINED}.optimizer_classes": "BF16_Optimizer"},
+    "runtime.base_optimizer": {f"{_DEFINED}.optimizers": "DeepSpeedOptimizer ZeROOptimizer"},
+    "runtime.bf16_optimizer": {f"{_DEFINED}.optimizers": "BF16_Optimizer"},
     "runtime.checkpoint_engine": {f"{_DEFINED}.files": "TorchCheckpointEngine"},
     "runtime.checkpoint_engine.torch_checkpoint_engine": {f"{_DEFINED}.files": "TorchCheckpointEngine"},
     "runtime.config": {
@@ -235,14 +235,16 @@ NAMES: dict[str, dict[str, str]] = {
         "launcher.engine.engine": "DeepSpeedEngine=Engine",
         "launcher.engine.offloaded": "OffloadStateTypeEnum=StateKind",
         f"{_DEFINED}.configs": "OffloadDeviceEnum ZeroStageEnum",
-        f"{_DEFINED}.optimizer_classes": "DeepSpeedZeroOptimizer DeepSpeedZeroOptimizer_Stage3 ZeROOptimizer",
-        f"{_DEFINED}.optimizers": "DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable",
+        f"{_DEFINED}.optimizers": """
+            DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable DeepSpeedZeroOptimizer DeepSpeedZeroOptimizer_Stage3
+            ZeROOptimizer
+        """,
         f"{_DEFINED}.words": "MEMORY_OPT_ALLREDUCE_SIZE",
         _ZERO: "ZeroParamStatus",
     },
     "runtime.fp16": {},
-    "runtime.fp16.fused_optimizer": {f"{_DEFINED}.optimizer_classes": "FP16_Optimizer"},
-    "runtime.fp16.unfused_optimizer": {f"{_DEFINED}.optimizer_classes": "FP16_UnfusedOptimizer"},
+    "runtime.fp16.fused_optimizer": {f"{_DEFINED}.optimizers": "FP16_Optimizer"},
+    "runtime.fp16.unfused_optimizer": {f"{_DEFINED}.optimizers": "FP16_UnfusedOptimizer"},
     "runtime.fp16.onebit": {f"{_DEFINED}.optimizers": "OnebitAdam OnebitLamb ZeroOneAdam"},
     "runtime.fp16.onebit.adam": {f"{_DEFINED}.optimizers": "OnebitAdam"},
     "runtime.fp16.onebit.lamb": {f"{_DEFINED}.optimizers": "OnebitLamb"},
@@ -355,7 +357,7 @@ NAMES: dict[str, dict[str, str]] = {
         "torch": "_orig_torch_arange=arange",
     },
     "runtime.zero.stage3": {
-        f"{_DEFINED}.optimizer_classes": "DeepSpeedZeroOptimizer_Stage3",
+        f"{_DEFINED}.optimizers": "DeepSpeedZeroOptimizer_Stage3",
         f"{_DEFINED}.zero": "unwrap_model_for_generation",
         "launcher.planner": """
             estimate_zero3_model_states_mem_needs estimate_zero3_model_states_mem_needs_all_cold
@@ -363,7 +365,7 @@ NAMES: dict[str, dict[str, str]] = {
         """,
     },
     "runtime.zero.stage_1_and_2": {
-        f"{_DEFINED}.optimizer_classes": "DeepSpeedZeroOptimizer",
+        f"{_DEFINED}.optimizers": "DeepSpeedZeroOptimizer",
         "launcher.planner": """
             estimate_zero2_model_states_mem_needs estimate_zero2_model_states_mem_needs_all_cold
             estimate_zero2_model_states_mem_needs_all_live

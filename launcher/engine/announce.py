@@ -17,8 +17,7 @@ from launcher.config.fields import Section, Status, Support, is_list_of_sections
 from launcher.config.schema import Config
 from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
 from launcher.config.schema_schedules import SCHEDULER_PARAMS
-from launcher.engine.engine import EngineParts
-from launcher.engine.policy import precision_notice
+from launcher.engine.parts import EngineParts, precision_notice
 from launcher.kernels.select import describe_kernel
 from launcher.optim.api import UnitOptimizer
 from launcher.optim.factory import OptimizerPlan

@@ -36,13 +36,13 @@ from launcher.engine.casting import (
     widen_batch_norms,
 )
 from launcher.engine.data import DistributedLoader, build_loader
-from launcher.engine.engine import Engine, EngineParts
+from launcher.engine.engine import Engine
 from launcher.engine.experts import sizes_with_experts, spread_over_ranks
 from launcher.engine.model_check import check_for_ranks, check_model, check_types, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parallel import check_optimizer, split_over_ranks
+from launcher.engine.parts import EngineParts, loss_scale_rules, swap_space, trusted_kernel, zero_policy
 from launcher.engine.pipeline import PipelineEngine
-from launcher.engine.policy import loss_scale_rules, swap_space, trusted_kernel, zero_policy
 from launcher.engine.process import keep_freed_memory, without_dynamo
 from launcher.engine.sequence import attach_sequence, check_groups, check_sequence, sequence_size
 from launcher.engine.sharded import ShardedModel, end_engine_of

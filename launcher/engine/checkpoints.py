@@ -9,7 +9,7 @@ import platform
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -31,11 +31,10 @@ from launcher.checkpoint_files.place import Place
 from launcher.config.schema import Config
 from launcher.engine import stages
 from launcher.engine.data import keeps_position
+from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.parts import EngineParts
 from launcher.parallel.expert.share import absent_parameters
 from launcher.zero.gathered import GatheredParameters
-
-if TYPE_CHECKING:
-    from launcher.engine.engine import Engine
 
 _EXTRA_STATE = "_extra_state"
 
@@ -59,12 +58,44 @@ class _OfModules:
     extra_state: dict[str, Any]
 
 
+class SavedEngine(Protocol):
+    """What a checkpoint needs of an engine."""
+
+    module: nn.Module
+    device: torch.device
+    global_rank: int
+    world_size: int
+    global_steps: int
+    global_samples: int
+    optimizer: ZeroOptimizer | None
+    lr_scheduler: Any
+    training_dataloader: Any
+    _parts: EngineParts
+
+    @property
+    def complete_micro_steps(self) -> int: ...
+
+    @property
+    def skipped_steps(self) -> int: ...
+
+    @property
+    def config(self) -> dict[str, Any]: ...
+
+    def synchronize_parameters(self) -> None: ...
+
+    def zero_optimization_stage(self) -> int: ...
+
+    def take_counters(self, state: RunState) -> None: ...
+
+    def continue_data(self, position: Any) -> None: ...
+
+
 class Checkpoints:
     """Saves and loads one engine. Every rank must call each method, with the same arguments."""
 
-    def __init__(self, engine: Engine, settings: Config, after_commit: Callable[[Place], None]) -> None:
+    def __init__(self, engine: SavedEngine, settings: Config, after_commit: Callable[[Place], None]) -> None:
         """after_commit: called with the folder of each checkpoint that is saved, on the rank that can remove others."""
-        self._engine = cast("Engine", weakref.proxy(engine))  # an engine that is dropped is freed at once
+        self._engine = cast("SavedEngine", weakref.proxy(engine))  # an engine that is dropped is freed at once
         self._after_commit = after_commit
         self._parts = engine._parts
         self._section = settings.checkpoint

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Callable, Collection, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,14 +21,12 @@ from launcher.config.policies import DType
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.offloaded import OffloadedStates, check_device, kinds_of
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.engine.parts import EngineParts
 from launcher.engine.sharded import ShardedModel
 from launcher.engine.watch import ProfiledStep, Watch
 from launcher.monitor.curves import Curves
 from launcher.monitor.meters import ThroughputTimer
 from launcher.zero.stages import TORCH_DTYPES
-
-if TYPE_CHECKING:
-    from launcher.engine.engine import EngineParts
 
 # Method -> the key of the config whose value in force it returns.
 _GETTERS = {

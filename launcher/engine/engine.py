@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,53 +15,25 @@ from launcher.base.log import get_logger
 from launcher.base.progress import BETWEEN_STEPS, EVALUATING, TRAINING, heartbeat, tell
 from launcher.checkpoint.formats.source import RunState
 from launcher.comm import collectives
-from launcher.comm.groups import RankGroup
-from launcher.comm.mesh import ParallelMesh
 from launcher.config.equations import BatchPlan, solve_batch
-from launcher.config.schema import Config
 from launcher.engine.autosave import Autosave
 from launcher.engine.backward import BackwardPass, ScriptsPass, check_loss, scaled_up, unscaled_error
-from launcher.engine.casting import Casting
 from launcher.engine.checkpoints import Checkpoints
-from launcher.engine.data import DistributedLoader
 from launcher.engine.deepspeed_names import DeepSpeedNames
 from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parallel import LayerRanks
+from launcher.engine.parts import EngineParts
 from launcher.engine.resume import Resumed
 from launcher.engine.saving import SavesCheckpoints
-from launcher.engine.sequence import SequenceRanks
-from launcher.engine.sharded import ShardedModel
 from launcher.engine.watch import StepFacts, Watch
 from launcher.monitor.meters import LossReporter, ThroughputTimer
 from launcher.zero.parameters import find_shared_counts
-from launcher.zero.stages import ZeroPolicy
 from launcher.zero.step import step_units
 
 _ENGINE, _OPTIMIZER, _DROPPED = "engine.step()", "optimizer.step()", "engine.zero_grad()"
 _INTERRUPTED = "an exception ended a backward pass"
-
-
-@dataclass(frozen=True)
-class EngineParts:
-    """What `initialize()` has built."""
-
-    mesh: ParallelMesh
-    policy: ZeroPolicy
-    sharded: ShardedModel
-    lr_scheduler: Any
-    batch: BatchPlan
-    settings: Config
-    raw_config: dict[str, Any]
-    loader: DistributedLoader | None
-    casting: Casting
-    sequence: SequenceRanks
-
-    @property
-    def group(self) -> RankGroup:
-        """All ranks of the run."""
-        return self.mesh.data
 
 
 class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]  # torch overloads state_dict

@@ -6,7 +6,7 @@ import os
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -17,11 +17,9 @@ from launcher.base.progress import phase
 from launcher.checkpoint.zero_to_fp32 import write_safetensors
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
+from launcher.engine.parts import EngineParts
+from launcher.engine.sharded import ShardedModel
 from launcher.engine.state import collect_state
-
-if TYPE_CHECKING:
-    from launcher.engine.engine import EngineParts
-    from launcher.engine.sharded import ShardedModel
 
 _CHUNK_NUMEL = 1 << 20  # elements that are copied at a time
 

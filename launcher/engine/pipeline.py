@@ -18,7 +18,8 @@ from launcher.base.progress import EVALUATING, TRAINING, phase, tell
 from launcher.comm import collectives
 from launcher.engine import stages
 from launcher.engine.backward import scaled_up
-from launcher.engine.engine import Engine, EngineParts
+from launcher.engine.engine import Engine
+from launcher.engine.parts import EngineParts
 from launcher.parallel.pipeline.links import Links
 from launcher.parallel.pipeline.runtime import (
     Action,

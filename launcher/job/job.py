@@ -7,7 +7,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from launcher.base.private_files import home_folder
+from launcher.base.folders import home_folder
 from launcher.fleet.signals import SignalQueue
 from launcher.job.controller import Controller
 from launcher.job.display import Display

@@ -7,7 +7,7 @@ import signal
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.base.units import mask_arguments
+from launcher.base.secrets import mask_arguments
 from launcher.cluster.cluster import Placement
 
 LONGEST_S = 10 * 366 * 24 * 3600.0  # ten years: a deadline of `inf` is none

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from launcher.base.errors import HostfileError, UsageError
-from launcher.base.private_files import working_folder
+from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.cluster.devices import given_devices, local_device_tokens
 from launcher.cluster.nodeset import is_host, is_loopback

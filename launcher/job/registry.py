@@ -22,9 +22,10 @@ from typing import Any
 from launcher.base import env
 from launcher.base.errors import LauncherError, UsageError, did_you_mean
 from launcher.base.exit_codes import ExitCode
-from launcher.base.private_files import home_folder, make_private_folder, write_private
+from launcher.base.folders import home_folder
+from launcher.base.private_files import make_private_folder, write_private
 from launcher.base.processes import identity
-from launcher.base.units import mask_arguments
+from launcher.base.secrets import mask_arguments
 from launcher.job.plan import JobPlan
 
 _KEPT_S = 7 * 24 * 3600.0  # how long entries of jobs that have ended, or are lost, are kept

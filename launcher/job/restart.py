@@ -173,8 +173,6 @@ def _next_hosts(
     world_sizes = policy.world_sizes()
     if world_sizes is None:
         return tuple(hosts)
-    from launcher.job.restart import largest_fit
-
     chosen = largest_fit(tuple(hosts), world_sizes, min_nodes)
     if chosen is None:
         num_ranks = sum(len(host.slots) for host in hosts)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.base.units import MASK, mask_arguments
+from launcher.base.secrets import MASK, mask_arguments
 
 
 @pytest.mark.parametrize(

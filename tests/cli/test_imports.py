@@ -39,15 +39,14 @@ UNWANTED = {
         "launcher.transport.ssh.transport",
         "launcher.transport.ssh.config",
         "launcher.slurm.srun",
-        "launcher.job.restart",
     }
     | {
         "launcher.cluster.hostfile",
         "launcher.cluster.filters",
         "launcher.slurm.environment",
-        "launcher.cluster.devices",
+        "launcher.cluster.cores",
     },
-    "launcher.agent.main": ANY_PROCESS | {"typing", "dataclasses", "inspect", "click", "launcher.cluster.devices"},
+    "launcher.agent.main": ANY_PROCESS | {"typing", "dataclasses", "inspect", "click", "launcher.cluster.cores"},
     "launcher.worker": ANY_PROCESS
     | {"typing", "dataclasses", "inspect", "pathlib", "json", "re", "socket", "threading", "subprocess", "ctypes"}
     | {"traceback", "logging", "click", "launcher.base.errors", "launcher.base.processes"},

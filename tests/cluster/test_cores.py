@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launcher.base.errors import UsageError
-from launcher.cluster.devices import parse_core_list, physical_cores, shares
+from launcher.cluster.cores import parse_core_list, physical_cores, shares
 
 
 def test_lists() -> None:

@@ -24,12 +24,8 @@ _USUAL_LOAD = 4.0  # processes for each processor, beside which the limits of th
 
 
 def slowness() -> float:
-    """Return what the limits of waits are multiplied with: more than 1 where many processes wait for a processor.
-
-    By those of the last minute, or of now: a load that has just begun is in no mean yet.
-    """
-    running = int(Path("/proc/loadavg").read_text().split()[3].partition("/")[0])
-    return max(1.0, max(os.getloadavg()[0], running) / (_USUAL_LOAD * (os.cpu_count() or 1)))
+    """Return what the limits of waits are multiplied with: more than 1 where many processes wait for a processor."""
+    return max(1.0, os.getloadavg()[0] / (_USUAL_LOAD * (os.cpu_count() or 1)))
 
 
 def with_limits(factor: float) -> dict[str, str]:

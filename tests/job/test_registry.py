@@ -14,7 +14,7 @@ import pytest
 from harness.launching import wait_until
 
 from launcher.base.errors import LauncherError, TransportError, UsageError
-from launcher.base.units import MASK
+from launcher.base.secrets import MASK
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.job import registry
 from launcher.job.plan import Command, JobPlan

@@ -9,7 +9,7 @@ from typing import Any
 import click
 
 from launcher.base.exit_codes import ExitCode
-from launcher.base.private_files import working_folder
+from launcher.base.folders import working_folder
 from launcher.base.units import counted, format_bytes, printable
 from launcher.cli.console.streams import say_waiting
 from launcher.cli.options.command import Command

@@ -13,7 +13,7 @@ import click
 
 from launcher.base.errors import UsageError
 from launcher.base.exit_codes import ExitCode
-from launcher.base.private_files import working_folder
+from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes, printable
 from launcher.cli.console.streams import say_waiting
 from launcher.cli.options.command import Command

@@ -12,7 +12,8 @@ from typing import Any
 import click
 
 from launcher.base.errors import UsageError
-from launcher.base.units import MASK, counted, format_bytes, mask_text, printable
+from launcher.base.secrets import MASK, mask_text
+from launcher.base.units import counted, format_bytes, printable
 from launcher.cluster.nodeset import fold
 from launcher.hosts.inventory import gather
 from launcher.job.engine_config import config_argument

@@ -15,7 +15,7 @@ import click
 from launcher.base.errors import LauncherError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.fields import filled
-from launcher.base.private_files import working_folder
+from launcher.base.folders import working_folder
 from launcher.base.timeouts import timeouts
 from launcher.base.units import printable
 from launcher.cli.options.command import declared

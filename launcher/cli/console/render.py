@@ -13,7 +13,8 @@ import click
 
 from launcher import __version__
 from launcher.base.errors import LauncherError, TransportError
-from launcher.base.units import MASK, counted, format_bytes, format_duration, mask_arguments, printable
+from launcher.base.secrets import MASK, mask_arguments
+from launcher.base.units import counted, format_bytes, format_duration, printable
 from launcher.cli.console import streams
 from launcher.cli.console.lines import MixedLines, ShownOutput
 from launcher.cli.options.output import LOG_LEVELS, OutputOptions

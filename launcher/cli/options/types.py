@@ -96,7 +96,7 @@ def whole_list(text: str) -> tuple[int, ...]:
 
 def core_list(text: str) -> tuple[int, ...]:
     """Read CPUs: 0-15,32. Raises: UsageError."""
-    from launcher.cluster.devices import parse_core_list
+    from launcher.cluster.cores import parse_core_list
 
     return parse_core_list(str(text))
 

@@ -1,17 +1,25 @@
-"""What a run is built with besides its units: its policy, its files on disk, its loss scale."""
+"""What an engine is built of, and what of it the config alone decides: policy, files on disk, loss scale, kernels."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from launcher.base.log import get_logger
 from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
+from launcher.comm.mesh import ParallelMesh
 from launcher.config import policies
+from launcher.config.equations import BatchPlan
 from launcher.config.policies import DType, autocast_dtype
 from launcher.config.schema import Config, Fp16
+from launcher.engine.casting import Casting
+from launcher.engine.data import DistributedLoader
+from launcher.engine.sequence import SequenceRanks
+from launcher.engine.sharded import ShardedModel
 from launcher.kernels.api import Kernel
 from launcher.kernels.check import SpanTypes, update_problem
 from launcher.optim.api import ParamShard
@@ -21,6 +29,27 @@ from launcher.optim.scaling import LossScaleRules
 from launcher.sharding.mesh import MeshSizes
 from launcher.zero.placement import Disks, open_disk
 from launcher.zero.stages import ZeroPolicy
+
+
+@dataclass(frozen=True)
+class EngineParts:
+    """What `initialize()` has built."""
+
+    mesh: ParallelMesh
+    policy: ZeroPolicy
+    sharded: ShardedModel
+    lr_scheduler: Any
+    batch: BatchPlan
+    settings: Config
+    raw_config: dict[str, Any]
+    loader: DistributedLoader | None
+    casting: Casting
+    sequence: SequenceRanks
+
+    @property
+    def group(self) -> RankGroup:
+        """All ranks of the run."""
+        return self.mesh.data
 
 
 def zero_policy(settings: Config, sizes: MeshSizes) -> ZeroPolicy:
