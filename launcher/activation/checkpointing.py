@@ -19,6 +19,9 @@ from launcher.comm.device import local_device
 from launcher.comm.groups import is_first_rank
 from launcher.monitor.meters import PhaseTimer
 
+# ---- Times of checkpointed functions ----
+
+
 WINDOW = 10  # rounds of forward and backward between two lines
 
 
@@ -52,6 +55,9 @@ class CheckpointProfile:
             get_logger().info("activation checkpoints: %s (means of %d)", " · ".join(parts), WINDOW)
         self._num_calls.clear()
         self._num_rounds = 0
+
+
+# ---- `checkpoint` and what it keeps ----
 
 
 class _Keeper:

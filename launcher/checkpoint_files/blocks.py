@@ -19,6 +19,9 @@ import xxhash
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint_files.place import LocalReader, Place, RemotePath, RemoteReader, open_new, reader_of
 
+# ---- The header of a safetensors file: which tensor is where. https://huggingface.co/docs/safetensors ----
+
+
 # By the names of safetensors.
 DTYPE_BYTES = {
     "F64": 8, "I64": 8, "U64": 8, "C64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2,
@@ -109,6 +112,9 @@ def _entry(plain: Mapping[str, Any], begin: int) -> TensorEntry:
 
 def _damaged(what: str, where: str) -> CheckpointError:
     return CheckpointError(f"this is not a safetensors file, or it is damaged: {what}", where=where)
+
+
+# ---- Files of tensors ----
 
 
 BLOCK_BYTES = 4 * 2**20

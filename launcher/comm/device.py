@@ -17,6 +17,8 @@ from launcher.comm.buffers import BufferPool
 from launcher.comm.host_memory import HostDeviceCopier
 from launcher.comm.streams import Streams, streams_of
 
+# ---- The accelerator of this machine, by those names of torch that hold for each kind ----
+
 
 def accelerator_type() -> str | None:
     """Return the type of device on which ranks train, such as "cuda"; None: they train on the CPU.
@@ -54,6 +56,9 @@ def offset_seed(device: torch.device, offset: int) -> None:
     """
     if device.type != "cpu":
         device_module(device).manual_seed(torch.initial_seed() + offset)
+
+
+# ---- The device of this rank ----
 
 
 @dataclass(frozen=True, eq=False)

@@ -28,6 +28,8 @@ from launcher.config.fields import (
 )
 from launcher.config.schema_zero import Aio, ZeroOptimization
 
+# ---- Precision, and the sections that name an optimizer and a schedule ----
+
 
 class Fp16(Section):
     """`fp16`: half precision with fp32 master weights, fp32 gradient sums and a loss scale."""
@@ -118,6 +120,9 @@ class Scheduler(Section):
 
     type: Text = key("WarmupLR", "WarmupLR, WarmupDecayLR, ..., or a class of torch.optim.lr_scheduler")
     params: Mapping_ = key({}, "parameters of the type")
+
+
+# ---- The whole config ----
 
 
 _LEVELS = ("debug", "info", "warning", "error", "critical")

@@ -36,6 +36,9 @@ from launcher.fleet.member import READ_BYTES, Emit, Member
 from launcher.transport.api import Channel, Shared
 from launcher.transport.diagnose import start_failure
 
+# ---- What an agent may send, and when ----
+
+
 _MAX_PORT = 65535
 _STREAMS = (STDOUT, STDERR, RESULT)
 _STATUSES = range(-64, 256)  # minus a signal, or an exit code
@@ -76,6 +79,9 @@ class ProtocolCheck:
         elif isinstance(message, Bye) and self._running and not message.left:
             return f"Bye without a word about {len(self._running)} of its ranks"
         return None
+
+
+# ---- A host with an agent ----
 
 
 HEARTBEAT_INTERVAL_S = 1.0

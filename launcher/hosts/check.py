@@ -25,6 +25,9 @@ from launcher.job.plan import new_job_id
 from launcher.job.reach import Reach
 from launcher.transport.command import last_json
 
+# ---- What the facts about a host mean ----
+
+
 MAX_SKEW_S = 1.0
 MIN_FREE_BYTES = 1 << 30  # of memory, and of disk
 
@@ -166,6 +169,9 @@ def _unreached(address: str, port: int, reason: str) -> Finding:
         )
     message = f"no other host can connect to {address} port {port}: {reason}"
     return Finding(message, f"open the TCP ports between the hosts in its firewall; is {address} its address?")
+
+
+# ---- The check of a cluster ----
 
 
 MAX_PARTNERS = 16  # that each host connects to; in a cluster of up to so many others these are all of them

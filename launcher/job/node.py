@@ -16,6 +16,8 @@ from launcher.job.plan import JobPlan, Settings
 from launcher.job.variables import device_tokens, job_variables, rank_variables
 from launcher.transport.api import Shared
 
+# ---- One rank, as a run sees it: all of its state in one record ----
+
 
 @dataclass(frozen=True)
 class Moment:
@@ -58,6 +60,9 @@ class Rank:
     stack: str | None = None  # its answer to the last request for stacks
     failure: Candidate | None = None
     done: Moment | None = None  # when it ended with 0
+
+
+# ---- One host of a run ----
 
 
 # Output that is here and not yet written, of one host and of all together. Then agents leave their ranks' pipes unread

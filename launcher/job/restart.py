@@ -187,6 +187,9 @@ def _next_hosts(
     return chosen
 
 
+# ---- Which hosts a job continues with when only some world sizes fit its config. Pure ----
+
+
 def largest_fit(hosts: tuple[Host, ...], world_sizes: Collection[int], min_hosts: int) -> tuple[Host, ...] | None:
     """Return the hosts whose slots together are the largest of `world_sizes`, in their order.
 

@@ -15,6 +15,8 @@ from torch import Tensor
 from launcher.base.errors import EngineError
 from launcher.kernels.api import GradScale
 
+# ---- Optimizer states that travel: pieces of parameters by name, cut anywhere ----
+
 
 class LiveState:
     """Marks what a client's optimizer shows as `state` while an engine takes its steps: no steps of its own."""
@@ -76,6 +78,9 @@ def _cut(piece: Mapping[str, Any], part: slice) -> dict[str, Any]:
 
 def _is_by_element(value: Any, numel: int) -> bool:
     return isinstance(value, Tensor) and value.dim() > 0 and value.numel() == numel
+
+
+# ---- What an optimizer updates ----
 
 
 @dataclass(eq=False)

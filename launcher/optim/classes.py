@@ -17,6 +17,9 @@ from launcher.kernels.api import Lamb as LambRule
 from launcher.kernels.api import Span
 from launcher.kernels.reference import ReferenceKernel
 
+# ---- What the project's own optimizer classes share ----
+
+
 Closure = Callable[[], float]
 
 
@@ -32,6 +35,9 @@ def moment_options(group: Mapping[str, Any]) -> tuple[float, float, float, float
     """Return lr, beta1, beta2, eps and weight_decay of a group: what a step along moments takes, in a rule's order."""
     beta1, beta2 = map(float, group["betas"])
     return float(group["lr"]), beta1, beta2, float(group["eps"]), float(group["weight_decay"])
+
+
+# ---- Lion ----
 
 
 # Elements updated together, by kind of device: all at once would need a temporary of a whole shard. On a CPU the

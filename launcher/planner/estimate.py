@@ -22,6 +22,8 @@ from launcher.planner.settings import as_config, ladder, refusals
 from launcher.sharding.grouping import block_of
 from launcher.sharding.pipeline import PipelinePlan, partition
 
+# ---- What each rank of a pipeline has of a model ----
+
 
 @dataclass(frozen=True)
 class RankPart:
@@ -83,6 +85,9 @@ def _tied_head(model: ModelFacts, layers: Sequence[Sequence[Parameter]]) -> list
 
 def _numel(param: Parameter | None) -> int:
     return 0 if param is None else param.numel
+
+
+# ---- The estimate ----
 
 
 _FP32_BUILD_BYTES = 4

@@ -12,6 +12,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
 
+# ---- What is known of a parameter without its tensor ----
+
 
 @dataclass(frozen=True)
 class TensorSplit:
@@ -77,6 +79,9 @@ class ParamInfo:
     def numel(self) -> int:
         """Elements of the parameter; 1 for a scalar."""
         return math.prod(self.shape)
+
+
+# ---- The layout of a unit ----
 
 
 # Chunks start at multiples of this, so that vector loads of every rank's shard are aligned (256 bytes in fp32).

@@ -23,6 +23,9 @@ from dataclasses import dataclass
 from launcher.base.errors import EngineError
 from launcher.base.units import format_bytes
 
+# ---- Host memory that a disk can read into and write from without a copy ----
+
+
 # O_DIRECT wants addresses, offsets and lengths in multiples of the disk's logical blocks: 512 or 4096 bytes.
 ALIGNMENT_BYTES = 4096
 
@@ -53,6 +56,9 @@ def is_aligned(view: memoryview) -> bool:
     if view.readonly or len(view) % ALIGNMENT_BYTES:
         return False
     return ctypes.addressof(ctypes.c_char.from_buffer(view)) % ALIGNMENT_BYTES == 0
+
+
+# ---- One file without a name: opened for direct transfers, given room, gone with its process ----
 
 
 _NOT_OFFERED = (errno.EINVAL, errno.EOPNOTSUPP)  # how a file system says that it does not know a request
@@ -159,6 +165,9 @@ def _allocate(descriptor: int, offset: int, num_bytes: int) -> None:
         if error.errno not in _NOT_OFFERED:
             raise
         os.ftruncate(descriptor, offset + num_bytes)
+
+
+# ---- Asynchronous reads and writes ----
 
 
 _MAX_REQUESTS = 128  # threads; no disk is quicker with more requests of the usual sizes

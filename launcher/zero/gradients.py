@@ -32,6 +32,8 @@ from launcher.zero.placement import Placement
 from launcher.zero.stages import UnitState, ZeroPolicy, check_transition
 from launcher.zero.tensors import digest
 
+# ---- What a unit's gradients are while they travel between ranks: their type, and the factors of the average ----
+
 
 class GradientCodec:
     """Turns the gradients of one unit into what a reduction sends.
@@ -97,6 +99,9 @@ class GradientCodec:
         if self._encoded is not None:
             self._group.buffers.give_back(self._encoded)
             self._encoded = None
+
+
+# ---- The gradients of a unit on one rank ----
 
 
 class UnitGradients:

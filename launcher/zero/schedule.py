@@ -105,7 +105,7 @@ class OpenUses:
         self.end_pass()
 
 
-# ---- When units are unsharded and when they are released ----
+# ---- In which order units are used, learnt from the pass before: what to fetch ahead and what to keep. Pure ----
 
 
 class Trace:
@@ -194,6 +194,9 @@ class TraceFollower:
         self.kind = None
         self._expected = None
         self._recorded = []
+
+
+# ---- When units are unsharded and when they are released ----
 
 
 _TRAINING, _EVALUATION = "training", "evaluation"

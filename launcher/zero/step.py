@@ -111,7 +111,7 @@ class DelayedUpdate:
             unit.params.pending = None
 
 
-# ---- The optimizer step over owned ranges ----
+# ---- The norm of all gradients, and what follows from it: the factor of clipping, and whether a step is skipped ----
 
 
 # Added to the norm before dividing, as torch.nn.utils.clip_grad_norm_ does.
@@ -198,6 +198,9 @@ def device_scale(square: Tensor, max_norm: float, *, skips_overflow: bool) -> De
         factor = torch.full_like(norm, max_norm).div_(norm + CLIP_EPSILON).clamp_(max=1.0)
     skip = ~torch.isfinite(norm) if skips_overflow else torch.zeros_like(norm)
     return DeviceScale(factor.float(), skip.float())
+
+
+# ---- The step over owned ranges ----
 
 
 MAX_NAMES = 8  # of unused parameters in an error

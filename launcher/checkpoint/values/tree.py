@@ -32,6 +32,9 @@ from torch import Tensor, nn
 
 from launcher.base.errors import CheckpointError
 
+# ---- What to say of a value that cannot be saved, and what reading a damaged one raises ----
+
+
 # What reading damaged or hostile data may raise, whatever reads it.
 DAMAGE = (
     ArithmeticError,
@@ -81,6 +84,11 @@ def advice(value: Any) -> str:
 
 
 KIND, PAYLOAD = "$", "of"
+
+
+# ---- Values as JSON and tensors ----
+
+
 MAX_DEPTH = 100  # of values in values; the JSON of each is up to three deep, and readers of JSON allow about 1000
 _MAX_BYTES_IN_JSON = 256
 _MAX_PLAIN_INT = 2**63 - 1  # larger ones are text: no reader of JSON rounds them, and none needs long to parse them
@@ -576,6 +584,9 @@ _MAPPINGS: dict[str, Callable[[dict[Any, Any]], Any]] = {
     "Namespace": lambda fields: _with_fields(argparse.Namespace(), fields),
     "SimpleNamespace": lambda fields: _with_fields(types.SimpleNamespace(), fields),
 }
+
+
+# ---- Tensors as bytes, and their types by the names of files ----
 
 
 TORCH_DTYPES = {

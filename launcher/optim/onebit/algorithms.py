@@ -103,7 +103,7 @@ def _step_apart(param: ParamState) -> None:
     descend(param)
 
 
-# ---- The optimizers with one-bit communication by name ----
+# ---- 1-bit LAMB: Li et al., https://arxiv.org/abs/2104.06069, algorithm 1; LAMB: https://arxiv.org/abs/1904.00962 ----
 
 
 class OneBitLamb(OneBitFlat):
@@ -189,6 +189,9 @@ def _move(param: ParamState, update: Tensor, coefficient: Tensor) -> None:
     param.master.addcmul_(update, coefficient, value=-param.options["lr"])
 
 
+# ---- 1-bit Adam: Tang et al., https://arxiv.org/abs/2102.02888, algorithm 1 ----
+
+
 class OneBitAdam(OneBitFlat):
     """AdamW for `freeze_step` steps; then the variance stays and momenta are exchanged."""
 
@@ -206,6 +209,9 @@ class OneBitAdam(OneBitFlat):
             self._add_to_variance(active)
         for param in active:
             descend(param)
+
+
+# ---- By name ----
 
 
 ONE_BIT: dict[str, type[OneBitFlat]] = {kind.title: kind for kind in (OneBitAdam, ZeroOneAdam, OneBitLamb)}

@@ -215,6 +215,9 @@ def untouched(rows: Tensor, params: Sequence[Tensor]) -> Tensor:
     return outputs
 
 
+# ---- The experts of a rank, run on the tokens that came to it ----
+
+
 def run_each(experts: Sequence[nn.Module], rows: Tensor, sizes: Sequence[int]) -> Tensor:
     """Run each expert on its rows, which may be none. rows: [n, width], those of the first expert first -> the same.
 

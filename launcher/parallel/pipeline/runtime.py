@@ -155,7 +155,7 @@ def _kind_of(computation_type: Any) -> Kind:
     return next(kind for kind in Kind if _torch_schedules()._ComputationType.from_str(kind.value) is computation_type)
 
 
-# ---- Runs the actions of one rank of a pipeline ----
+# ---- How much of a step a rank of a pipeline computes; the rest it waits for other stages: the bubble ----
 
 
 _Marks = tuple[torch.Event, torch.Event]
@@ -215,6 +215,9 @@ class Stopwatch:
 
 
 _Place = tuple[int, int]  # a stage and a micro-batch
+
+
+# ---- What runs the actions ----
 
 
 @dataclass(frozen=True)

@@ -115,6 +115,9 @@ def _exchanged(group: RankGroup, cut_dim: int, join_dim: int, tensors: Sequence[
     return joined
 
 
+# ---- Which ranks have parts of the same sequences ----
+
+
 _named: weakref.WeakKeyDictionary[ProcessGroup, RankGroup] = weakref.WeakKeyDictionary()
 
 

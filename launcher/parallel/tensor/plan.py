@@ -16,6 +16,9 @@ from launcher.parallel.tensor import heads, names, sources
 from launcher.parallel.tensor.sources import Plan
 from launcher.parallel.tensor.styles import LayerPlan, Style
 
+# ---- What `tensor_parallel.partition_config` of a config says of a model's layers, in DeepSpeed's words ----
+
+
 WHERE = "tensor_parallel.partition_config"
 
 
@@ -101,6 +104,9 @@ def _blocks(name: str, module: nn.Module, spec: LayerSpec, where: str) -> tuple[
             hint="give the number of layers in the weight, or the sizes of all of them",
         )
     return blocks
+
+
+# ---- The plan of a model ----
 
 
 _OF_OUTPUTS = (Style.COLUMN, Style.COLUMN_GATHERED, Style.PACKED_COLUMN, Style.VOCABULARY)

@@ -17,6 +17,9 @@ from launcher.checkpoint.formats.source import UNKNOWN_OPTIMIZER, WEIGHT, Checkp
 from launcher.checkpoint.formats.torch_file import FileTensor, plain, verify_torch_file
 from launcher.checkpoint.formats.unpickle import Pickled
 
+# ---- Of a checkpoint of DeepSpeed all but parameters: counters, optimizer, schedule, loss scale, client state ----
+
+
 # What DeepSpeed writes beside the client state.
 _OWN = {
     "module", "buffer_names", "optimizer", "param_shapes", "frozen_param_shapes", "shared_params",
@@ -118,6 +121,9 @@ def _loss_scaler(scaler: Any, steps: int) -> dict[str, Any] | None:
         "last_overflow": int(state.get("last_overflow_iter", -1)),
         "hysteresis": int(state.get("cur_hysteresis", 1)),
     }
+
+
+# ---- The checkpoint as a source ----
 
 
 # Class -> our name of a state and the one that DeepSpeed's CPU kernel has.
