@@ -7,6 +7,7 @@ only: the worker imports this before the script runs.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import signal
@@ -103,10 +104,21 @@ def listen() -> None:
             notice = _Notice()
             signal.signal(NOTICE_SIGNAL, notice)
             _notice = notice
+            atexit.register(_ignore_late)
             signal.siginterrupt(NOTICE_SIGNAL, False)  # libraries that do not expect EINTR must not fail of it
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [NOTICE_SIGNAL])
             if term_is_notice() and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
                 notice.listen_to_term()
+
+
+def _ignore_late() -> None:
+    """Ignore a notice that comes while the interpreter ends.
+
+    Python takes its handlers away before it destroys modules, and leaves the signal's default, which ends the process:
+    a rank that has done all its work would be reported as killed. What is ignored stays ignored.
+    """
+    if _notice is not None and signal.getsignal(NOTICE_SIGNAL) is _notice:
+        signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
 
 
 def ignore() -> None:

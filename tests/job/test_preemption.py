@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import Launch, wait_until
+from harness.launching import Launch, run_launch, wait_until
 
 OBEDIENT = """
     import os, sys, time
@@ -55,6 +55,22 @@ def test_ranks_that_do_not_know_the_notice_go_on(tmp_path: Path) -> None:
     code, out = run_and_notify(tmp_path, DEAF)
     assert code == 0
     assert out.count("DONE") == 2
+
+
+ENDING = """
+    import os, signal
+    class Late:
+        def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1):
+            kill(pid, number)
+    late = Late()
+    print("DONE", flush=True)
+"""
+
+
+def test_a_notice_that_comes_while_python_ends_fails_no_rank(tmp_path: Path) -> None:
+    """Modules are destroyed when Python has given up its handlers of signals."""
+    result = run_launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, ENDING))
+    assert (result.code, result.out.count("DONE")) == (0, 2), result.err
 
 
 def test_a_program_goes_on_too(tmp_path: Path) -> None:
