@@ -114,10 +114,10 @@ def listen() -> None:
 def _ignore_late() -> None:
     """Ignore a notice that comes while the interpreter ends.
 
-    Python takes its handlers away before it destroys modules, and leaves the signal's default, which ends the process:
-    a rank that has done all its work would be reported as killed. What is ignored stays ignored.
+    Python takes its handlers away before it destroys modules, a script's own too, and leaves the signal's default,
+    which ends the process: a rank that has done all its work would be reported as killed. An ignored one stays ignored.
     """
-    if _notice is not None and signal.getsignal(NOTICE_SIGNAL) is _notice:
+    if callable(signal.getsignal(NOTICE_SIGNAL)):
         signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
 
 

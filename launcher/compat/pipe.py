@@ -208,8 +208,20 @@ class PipelineModule(module.PipelineModule):
         return self.run_layers(self.own_stages[0], forward_input)
 
     def topology(self) -> ProcessTopology:
-        """Return the topology that was given, or stages and ranks with other data."""
-        return self._topology or PipeDataParallelTopology(self.num_stages, dist.get_world_size() // self.num_stages)
+        """Return the topology that was given, or stages and ranks with other data.
+
+        Raises: EngineError where the number of stages is not known yet.
+        """
+        if self._topology is not None:
+            return self._topology
+        num_stages = self.num_pipeline_stages()
+        if not num_stages:
+            raise EngineError(
+                "the number of stages is the config's, and the model has not been divided yet",
+                hint="give PipelineModule(num_stages=...), or call deepspeed.initialize() before",
+            )
+        init_distributed()
+        return PipeDataParallelTopology(num_stages, world_group().world_size // num_stages)
 
     def mpu(self) -> PipelineParallelGrid:
         """Return the groups of ranks along the topology's axes. Every rank must call it."""
@@ -218,11 +230,11 @@ class PipelineModule(module.PipelineModule):
         return self._grid
 
     def num_pipeline_stages(self) -> int:
-        """Return the number of stages, 0 where neither the model nor the config has said it yet."""
-        return self.num_stages
+        """Return the number of ranks of one pipeline, 0 where neither the model nor the config has said it yet."""
+        return self.num_stages // max(1, len(self.own_stages))
 
     def stage_owner(self, layer_idx: int) -> int:
-        """Return the stage of a layer. Raises: ValueError for one that there is not."""
+        """Return the stage of a layer, virtual ones counted. Raises: ValueError for a layer that there is not."""
         for stage, found in enumerate(self.stages):
             if layer_idx in found.layers:
                 return stage

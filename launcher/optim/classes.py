@@ -31,6 +31,12 @@ def evaluated(closure: Closure | None) -> float | None:
         return closure()
 
 
+def with_gradients(groups: Iterable[dict[str, Any]]) -> Iterator[tuple[Tensor, dict[str, Any]]]:
+    """Yield each parameter that has a gradient, with its group."""
+    for group in groups:
+        yield from ((param, group) for param in group["params"] if param.grad is not None)
+
+
 def moment_options(group: Mapping[str, Any]) -> tuple[float, float, float, float, float]:
     """Return lr, beta1, beta2, eps and weight_decay of a group: what a step along moments takes, in a rule's order."""
     beta1, beta2 = map(float, group["betas"])
@@ -138,13 +144,10 @@ class Lamb(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         loss = evaluated(closure)
         kernel = ReferenceKernel()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                span = self._span(param, group)
-                ratio = trust_ratios(kernel.lamb_moments([span]), [group])[0]
-                kernel.update([with_trust_ratio(span, ratio)])
+        for param, group in with_gradients(self.param_groups):
+            span = self._span(param, group)
+            ratio = trust_ratios(kernel.lamb_moments([span]), [group])[0]
+            kernel.update([with_trust_ratio(span, ratio)])
         return loss
 
     def _span(self, param: Tensor, group: dict[str, Any]) -> Span:

@@ -174,7 +174,7 @@ class TraceFollower:
             self.num_misses += 1
 
     def upcoming(self, offset: int) -> int | None:
-        """Return the unit that will be used after `offset` others; None: nobody knows, or the pass ends before."""
+        """Return the unit that will be used after `offset` others; None: it is not known, or the pass ends before."""
         position = len(self._recorded) + offset
         if self._expected is None or position >= len(self._expected.uses):
             return None

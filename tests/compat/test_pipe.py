@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import launcher
 from launcher.base.errors import ConfigError, EngineError
 from launcher.compat.pipe import PipelineModule, PipelineParallelGrid, _prime_factors
-from launcher.parallel.pipeline.specs import LayerSpec
+from launcher.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
 from launcher.parallel.pipeline.topology import PipeDataParallelTopology, ProcessTopology
 
 
@@ -148,3 +148,22 @@ def test_outside_of_a_job_nothing_is_divided_yet() -> None:
         model(torch.ones(2, WIDTH))
     with pytest.raises(ValueError, match="there is no layer 1 in 0 stages"):
         model.stage_owner(1)
+    with pytest.raises(EngineError, match="the number of stages is the config's"):
+        PipelineModule(_specs()).topology()
+
+
+def _tied(rank: int, _world_size: int) -> tuple[list[str], list[float], list[float]]:
+    def layers() -> list[Any]:
+        torch.manual_seed(5)
+        ends = [TiedLayerSpec("end", nn.Linear, WIDTH, WIDTH) for _ in range(2)]
+        return [ends[0], LayerSpec(nn.Linear, WIDTH, WIDTH), nn.Tanh(), ends[1]]
+
+    at_once = PipelineModule(layers(), num_stages=2, loss_fn=F.mse_loss)
+    names = [name for name, _ in at_once.named_parameters() if name.startswith("tied")]
+    return names, _losses(at_once), _losses(launcher.PipelineModule(layers(), num_stages=2, loss_fn=F.mse_loss))
+
+
+def test_tied_layers_of_a_model_that_is_divided_at_once() -> None:
+    for names, at_once, later in run_on_ranks(2, _tied):
+        assert names == ["tied_modules.end.weight", "tied_modules.end.bias"]
+        assert at_once == later

@@ -63,13 +63,16 @@ ENDING = """
         def __del__(self, kill=os.kill, pid=os.getpid(), number=signal.SIGUSR1):
             kill(pid, number)
     late = Late()
+    HANDLER
     print("DONE", flush=True)
 """
 
 
-def test_a_notice_that_comes_while_python_ends_fails_no_rank(tmp_path: Path) -> None:
+@pytest.mark.parametrize("handler", ["pass", "signal.signal(signal.SIGUSR1, lambda *_: None)"])
+def test_a_notice_that_comes_while_python_ends_fails_no_rank(tmp_path: Path, handler: str) -> None:
     """Modules are destroyed when Python has given up its handlers of signals."""
-    result = run_launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, ENDING))
+    script = scripts.write(tmp_path, ENDING.replace("HANDLER", handler))
+    result = run_launch(tmp_path, "--num_gpus", "2", script)
     assert (result.code, result.out.count("DONE")) == (0, 2), result.err
 
 

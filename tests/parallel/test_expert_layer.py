@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.base.errors import EngineError
-from launcher.moe import MoE
+from launcher.moe import MoE, is_moe_param
 from launcher.parallel.expert.gating import GateOptions, Routing, route
 from launcher.parallel.expert.share import share_of
 
@@ -228,3 +228,37 @@ def _num_runtimes(rank: int, world_size: int) -> int:
 
 def test_layers_share_the_streams_of_their_device() -> None:
     assert run_on_ranks(2, _num_runtimes) == [1, 1]
+
+
+def _listed(rank: int, world_size: int) -> dict[str, Any]:
+    layer = MoE(WIDTH, nn.Linear(WIDTH, WIDTH), num_experts=4, ep_size=2)
+    experts = layer.deepspeed_moe.experts.deepspeed_experts
+    own = {name: torch.full_like(value, 10 * rank) for name, value in nn.Linear(WIDTH, WIDTH).state_dict().items()}
+    by_place = {f"{place}.{name}": value + place for place in range(2) for name, value in own.items()}
+    missing = experts.load_state_dict(by_place, strict=True)
+    loaded = [float(expert.bias[0].detach()) for expert in experts]
+    names = sorted({name.split(".")[0] for name, _ in experts.named_parameters()})
+    whole = {f"{number}.{name}": torch.full_like(value, number) for number in range(4) for name, value in own.items()}
+    experts.load_state_dict(whole, strict=True)
+    experts[-1] = nn.Linear(WIDTH, WIDTH)
+    for change in (experts.append, experts.extend, lambda new: experts.insert(0, new), lambda _: experts.pop(0)):
+        with pytest.raises(EngineError, match="keeps the number of its experts"):
+            change(nn.Linear(WIDTH, WIDTH))
+    return {
+        "lengths": (len(experts), len(list(experts)), len(experts[:1]), len(missing.missing_keys)),
+        "loaded": loaded,
+        "names": names,
+        "of the whole": float(experts[0].bias[0].detach()),
+        "are experts": all(is_moe_param(param) for param in experts.parameters()),
+    }
+
+
+def test_the_list_has_the_rank_s_own_experts_and_loads_them_by_place_or_by_number() -> None:
+    for rank, found in enumerate(run_on_ranks(2, _listed)):
+        assert found == {
+            "lengths": (2, 2, 1, 0),
+            "loaded": [10 * rank, 10 * rank + 1],
+            "names": [str(2 * rank), str(2 * rank + 1)],
+            "of the whole": 2 * rank,
+            "are experts": True,
+        }

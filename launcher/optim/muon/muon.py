@@ -16,7 +16,7 @@ from torch import Tensor
 from launcher.base.errors import EngineError
 from launcher.kernels.api import Adam, Sgd, Span
 from launcher.kernels.reference import ReferenceKernel
-from launcher.optim.classes import Closure, evaluated, moment_options
+from launcher.optim.classes import Closure, evaluated, moment_options, with_gradients
 
 # ---- Newton-Schulz iterations: from a matrix to one with the same singular vectors and singular values near 1 ----
 # Jordan et al., "Muon", https://kellerjordan.github.io/posts/muon/: the odd polynomial a·x + b·x³ + c·x⁵, applied to
@@ -108,16 +108,13 @@ class Muon(torch.optim.Optimizer):
         """Update every parameter that has a gradient."""
         loss = evaluated(closure)
         kernel = ReferenceKernel()
-        for group in self.param_groups:
-            for param in group["params"]:
-                if param.grad is None:
-                    continue
-                span = self._span(param, group)
-                if group["use_muon"]:
-                    how = iteration(group, param.device)
-                    matrix = direction(span).view(as_matrix(param.shape)).to(how.dtype)
-                    span = descent(span, orthogonalized(matrix, how).reshape(-1), group, param.shape)
-                kernel.update([span])
+        for param, group in with_gradients(self.param_groups):
+            span = self._span(param, group)
+            if group["use_muon"]:
+                how = iteration(group, param.device)
+                matrix = direction(span).view(as_matrix(param.shape)).to(how.dtype)
+                span = descent(span, orthogonalized(matrix, how).reshape(-1), group, param.shape)
+            kernel.update([span])
         return loss
 
     def _span(self, param: Tensor, group: dict[str, Any]) -> Span:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
@@ -141,7 +141,22 @@ class ExpertList(nn.ModuleList):
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
         share = share_of(self)
-        setattr(self, str(index if share is None else share.local[index]), module)
+        assert share is not None
+        for param in module.parameters():
+            mark_expert(param, share.group.world_size)  # or it would be averaged over all ranks
+        setattr(self, str(share.local[index]), module)
+
+    def append(self, module: nn.Module) -> NoReturn:
+        raise _fixed_number()
+
+    def insert(self, index: int, module: nn.Module) -> NoReturn:
+        raise _fixed_number()
+
+    def extend(self, modules: Any) -> NoReturn:
+        raise _fixed_number()
+
+    def __delitem__(self, index: int | slice) -> NoReturn:
+        raise _fixed_number()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
         share = share_of(self)
@@ -233,6 +248,14 @@ class MOELayer(nn.Module):
         returned = swap_chunks(outputs.reshape(num_places, width), share.group)
         found = torch.cat([returned, returned.new_zeros(1, width)])[place]  # [tokens, k, width]
         return (found * routing.weights[..., None]).sum(1).to(x.dtype)
+
+
+def _fixed_number() -> EngineError:
+    return EngineError(
+        "a layer keeps the number of its experts: routers and all ranks count on it",
+        where="deepspeed_moe.experts.deepspeed_experts",
+        hint="build another layer with MoE(num_experts=...)",
+    )
 
 
 _runtime = functools.cache(DeviceRuntime)  # all layers share it: each runtime takes streams, of which torch has 32

@@ -71,7 +71,7 @@ def _check_again(model: StagedModel, own_stages: tuple[int, ...], num_stages: in
             f" others: it cannot become stages {list(own_stages)} of {num_stages}",
             hint="build the model anew, and load a checkpoint",
         )
-    if _method(model, settings) != model.divided_by:
+    if _method(model, settings).lower() != model.divided_by.lower():
         raise ConfigError(
             f'the model was divided into stages by "{model.divided_by}" already',
             where=WHERE,
