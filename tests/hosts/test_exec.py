@@ -35,7 +35,7 @@ def hosts(sshd: LoopbackSshd, folder: Path, *more: str) -> list[str]:
 def test_a_command_runs_here_without_a_header(tmp_path: Path) -> None:
     result = run_launch(tmp_path, "exec", "--", "sh", "-c", "pwd; echo oops >&2; exit 3")
     assert result.out == f"{tmp_path}\n"
-    assert result.err == "oops\n✗ localhost: exit code 3\n"
+    assert result.said == "oops\n✗ localhost: exit code 3\n"
     assert result.code == 3
 
 

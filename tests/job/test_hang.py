@@ -32,6 +32,9 @@ ONE_HANGS = """
         time.sleep(600)
     def read_a_broken_disk():
         time.sleep(600)
+    open(f"begun-{rank}", "w").close()
+    while not all(os.path.exists(f"begun-{other}") for other in range(3)):
+        time.sleep(0.01)
     for step in range(5):
         time.sleep(0.1)
         if step == 3 and rank == 2:
@@ -44,10 +47,11 @@ ONE_HANGS = """
 
 
 def test_the_rank_that_hangs_is_named_with_its_stack(tmp_path: Path) -> None:
-    result = run_launch(tmp_path, "--num_gpus", "3", "--hang-timeout", "2", scripts.write(tmp_path, ONE_HANGS))
+    hang_s = healthy_hang_s()
+    result = run_launch(tmp_path, "--num_gpus", "3", "--hang-timeout", str(hang_s), scripts.write(tmp_path, ONE_HANGS))
     assert result.code == 124
     report = result.err[result.err.index("✗ rank 2") :]
-    assert "no progress for 2 s, reading the data" in report
+    assert f"no progress for {hang_s:g} s, reading the data" in report
     assert "in read_a_broken_disk" in report
     assert "wait_for_the_others" not in report
     assert "2 other ranks were stopped" in report
