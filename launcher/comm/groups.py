@@ -18,9 +18,8 @@ from launcher.base import env
 from launcher.base.errors import EngineError, UsageError
 from launcher.base.progress import phase
 from launcher.base.scheduler_rank import scheduler_rank
-from launcher.comm.backends import GlooCommunicator, NcclCommunicator
 from launcher.comm.buffers import BufferPool
-from launcher.comm.communicator import Alone, Communicator
+from launcher.comm.communicator import Communicator, communicator_for
 from launcher.comm.device import DeviceRuntime, backend_name, local_device, use_local_device
 from launcher.comm.host_memory import HostDeviceCopier
 from launcher.comm.pending import Call, begin_call, end_call, name_next, waits_for
@@ -71,7 +70,7 @@ class RankGroup:
 
     @functools.cached_property
     def communicator(self) -> Communicator:
-        """What its collectives are made of."""
+        """Its collectives."""
         return communicator_for(self.process_group, self.runtime)
 
     @functools.cached_property
@@ -101,14 +100,6 @@ class RankGroup:
             None if is_alone else reduce_process_group,
             None if is_alone else host_process_group,
         )
-
-
-def communicator_for(process_group: dist.ProcessGroup | None, runtime: DeviceRuntime) -> Communicator:
-    """Return the implementation for what carries the device's memory. Backends other than gloo have quick ones."""
-    if process_group is None:
-        return Alone()
-    kind = GlooCommunicator if backend_name(process_group, runtime.device) == "gloo" else NcclCommunicator
-    return kind(process_group, runtime.buffers)
 
 
 def init_distributed(

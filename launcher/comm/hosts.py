@@ -33,7 +33,6 @@ from torch import Tensor
 
 from launcher.base import env
 from launcher.base.errors import EngineError
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup, group_of_notices
 from launcher.comm.pending import Pending, begin_call, end_call, name_next
 
@@ -74,7 +73,7 @@ def on_any_rank(group: RankGroup, flags: Sequence[bool]) -> list[bool]:
     if group.runtime.runs_behind_host:
         return [bool(value) for value in largest_of_hosts(group, [int(flag) for flag in flags])]
     counts = torch.tensor([float(flag) for flag in flags], dtype=torch.float64, device=group.device)
-    return [bool(value) for value in collectives.sum_scalars(group, counts).tolist()]
+    return [bool(value) for value in group.communicator.sum_scalars(counts).tolist()]
 
 
 def node_sizes(world: RankGroup) -> list[int]:
@@ -84,7 +83,7 @@ def node_sizes(world: RankGroup) -> list[int]:
     """
     own = [os.environ.get(env.LOCAL_WORLD_SIZE.name, world.world_size), os.environ.get(env.LOCAL_RANK.name, -1)]
     facts = torch.tensor([float(value) for value in own], dtype=torch.float64, device=world.device)
-    of_ranks = [(int(size), int(place)) for size, place in collectives.gather_rows(world, facts).tolist()]
+    of_ranks = [(int(size), int(place)) for size, place in world.communicator.gather_rows(facts).tolist()]
     sizes: list[int] = []
     while (first := sum(sizes)) < len(of_ranks):
         sizes.append(max(of_ranks[first][0], 1))

@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import collectives, observe
+from launcher.comm import observe
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
@@ -344,16 +344,16 @@ class UnitGradients:
         """Start the collective that sums `sent`, times `scale`, to where the sum is kept."""
         scatters = self._policy.reduction.scatters
         if self._full is not None and (self._owns_all or not scatters):
-            return collectives.all_reduce(self._reductions, self._full, scale, sent=sent)
+            return self._reductions.communicator.all_reduce(self._full, scale, sent=sent)
         if scatters:
             output = self.owned_grad
             if self._sum.holds_sum or not self._sum.has_buffer:
                 self._arriving = output = self._group.buffers.borrow(len(self._owned), torch.float32)
-            pending = collectives.reduce_scatter(self._reductions, sent, output, scale)
+            pending = self._reductions.communicator.reduce_scatter(sent, output, scale)
         else:
             self._arriving = self._group.buffers.borrow(local.numel(), torch.float32)
             output = self._arriving[self._owned.start : self._owned.stop]
-            pending = collectives.all_reduce(self._reductions, self._arriving, scale, sent=sent)
+            pending = self._reductions.communicator.all_reduce(self._arriving, scale, sent=sent)
         # What is added to a sum over the copies must be one, too.
         if self._replicate is not None and (is_last or self._is_summed_over_copies):
             return pending.then(lambda: self._sum_over_copies(output))
@@ -366,7 +366,7 @@ class UnitGradients:
             self._sum.add_to(output)
             self._sum.holds_sum = False
         self._is_summed_over_copies = True
-        return collectives.all_reduce(self._replicate, output)
+        return self._replicate.communicator.all_reduce(output)
 
     def advance_reduction(self) -> bool:
         """Wait for the phase under way and start the next one; return whether there is one."""

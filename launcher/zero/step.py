@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from launcher.base.errors import EngineAssertionError, EngineError
-from launcher.comm import collectives, pending
+from launcher.comm import pending
 from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import Readback, largest_of_hosts, on_any_rank
 from launcher.comm.mesh import ParallelMesh
@@ -241,12 +241,12 @@ def _exchange_facts(reducer: GradientReducer, mesh: ParallelMesh, own: _OwnFacts
     counts = [*own_counts, *reducer.order.digests]
     facts = torch.cat([total, torch.tensor(counts, dtype=torch.float64, device=group.device)])
     pending.name_next("the norm of the gradients")
-    rows = collectives.gather_rows(group, facts)
+    rows = group.communicator.gather_rows(facts)
     digests = rows[:, 6:]
     has_orders = (digests != digests[0]).any().to(rows.dtype)
     known = torch.cat([rows[:, :6].sum(dim=0), has_orders.reshape(1)])
     if mesh.model is not None:  # before anything follows from it: the ranks of one model do the same then
-        known = collectives.sum_scalars(mesh.model, known)
+        known = mesh.model.communicator.sum_scalars(known)
     square, *counts, num_orders = known.tolist()
     if num_orders:
         raise reducer.order.difference(group)
@@ -314,11 +314,11 @@ def _values_of(units: list[FlatUnit], device: torch.device) -> torch.Tensor:
 
 def _check_alike(units: list[FlatUnit], mesh: ParallelMesh) -> None:
     """Raise EngineError on every rank for parameters that are not the same on all. Collective."""
-    rows = collectives.gather_rows(mesh.data, _values_of(units, mesh.data.device))
+    rows = mesh.data.communicator.gather_rows(_values_of(units, mesh.data.device))
     are_parted = (rows != rows[0]).any(dim=0)
     num_parted = are_parted.sum().double().reshape(1)
     if mesh.model is not None:
-        num_parted = collectives.sum_scalars(mesh.model, num_parted)
+        num_parted = mesh.model.communicator.sum_scalars(num_parted)
     if num_parted.item():
         raise parted_error([unit.label for unit in units], are_parted.tolist())
 
@@ -410,11 +410,11 @@ def _step_behind_host(
     compared: units whose parameters are compared between ranks; of a difference the host learns with the norm.
     """
     squares = sum_of_squares(gradients, mesh.data)
-    rows = collectives.gather_rows(mesh.data, torch.cat([squares, _values_of(compared, squares.device)]))
+    rows = mesh.data.communicator.gather_rows(torch.cat([squares, _values_of(compared, squares.device)]))
     are_parted = (rows[:, 1:] != rows[0, 1:]).any(dim=0).double()
     known = torch.cat([rows[:, :1].sum(dim=0) / mesh.num_copies, are_parted.sum().reshape(1)])
     if mesh.model is not None:
-        known = collectives.sum_scalars(mesh.model, known)
+        known = mesh.model.communicator.sum_scalars(known)
     square = known[:1]
     labels = [unit.label for unit in compared]
     outcome = StepOutcome(
@@ -543,4 +543,4 @@ def first_bad_gradient(units: list[FlatUnit], group: RankGroup) -> str | None:
             own.swap.drop()
         num_before += len(unit.layout.names)
     # With its name: ranks have other experts at one place.
-    return min(collectives.gather_objects(group, first))[1] or None
+    return min(group.communicator.gather_objects(first))[1] or None

@@ -18,10 +18,9 @@ from torch import nn
 import launcher
 from launcher.activation.rng import CudaRNGStatesTracker
 from launcher.base.errors import EngineError
-from launcher.comm.backends import GlooCommunicator, NcclCommunicator
-from launcher.comm.communicator import Alone
+from launcher.comm.communicator import GlooCommunicator, NcclCommunicator, SingleProcess, communicator_for
 from launcher.comm.device import DeviceRuntime, local_device, offset_seed
-from launcher.comm.groups import communicator_for, init_distributed, world_group
+from launcher.comm.groups import init_distributed, world_group
 from launcher.comm.host_memory import HostDeviceCopier
 from launcher.monitor.meters import MemoryUse, PhaseTimer, memory_use
 
@@ -197,7 +196,7 @@ def test_the_device_is_one_that_the_group_can_send(
 def test_the_backend_of_the_device_chooses_the_communicator(backends: dict[str, str], kind: type) -> None:
     """A group that torch made without the name of a backend has one for each type of device."""
     assert type(communicator_for(FakeGroup(backends), DeviceRuntime(CPU))) is kind  # type: ignore[arg-type]
-    assert type(communicator_for(None, DeviceRuntime(CPU))) is Alone
+    assert type(communicator_for(None, DeviceRuntime(CPU))) is SingleProcess
 
 
 def _default_backend(rank: int, world_size: int) -> str:

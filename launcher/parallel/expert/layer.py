@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from launcher.base.errors import EngineAssertionError, EngineError
-from launcher.comm import collectives
 from launcher.comm.device import DeviceRuntime, local_device
 from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.hosts import largest_of_hosts
@@ -281,7 +280,7 @@ def _largest(group: RankGroup, number: int) -> int:
     """Return the largest of all ranks' numbers; no device is waited for. Collective."""
     if group.runtime.runs_behind_host:
         return largest_of_hosts(group, [number])[0]
-    return int(max(collectives.gather_scalars(group, float(number))))
+    return int(max(group.communicator.gather_scalars(float(number))))
 
 
 def _refuse(*, use_tutel: bool, enable_expert_tensor_parallelism: bool) -> None:

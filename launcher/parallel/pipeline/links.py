@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from launcher.base.errors import EngineError
-from launcher.comm import collectives
 from launcher.comm.communicator import Transfer
 from launcher.comm.groups import RankGroup
 from launcher.comm.pending import Pending
@@ -73,7 +72,7 @@ class Links:
         # NCCL connects the ranks of a group in its first collective, which must not be a transfer between two of them:
         # see the documentation of `torch.distributed.batch_isend_irecv`.
         for each in dict.fromkeys((group, *self._links)):
-            collectives.gather_scalars(each, 0.0)
+            each.communicator.gather_scalars(0.0)
         self._facts: dict[tuple[int, int], tuple[TensorFacts, ...]] = {}  # by receiving stage and signature
         self._sends: deque[tuple[Pending, list[Tensor]]] = deque()
 
