@@ -27,10 +27,10 @@ def accelerator_type() -> str | None:
     """
     if not torch.accelerator.is_available():
         return None
-    found = torch.accelerator.current_accelerator()
-    if found is None or dist.get_default_backend_for_device(found) == "gloo":
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is None or dist.get_default_backend_for_device(accelerator) == "gloo":
         return None
-    return found.type
+    return accelerator.type
 
 
 @contextlib.contextmanager
@@ -71,7 +71,7 @@ class DeviceRuntime:
     copier: HostDeviceCopier = field(init=False, repr=False)  # to and from host memory
 
     @property
-    def runs_behind_host(self) -> bool:
+    def is_async_device(self) -> bool:
         """Whether the device works through what the host has queued: the host should not wait for its numbers."""
         return self.device.type != "cpu"
 

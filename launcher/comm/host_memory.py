@@ -13,7 +13,7 @@ from torch import Tensor
 
 from launcher.base.log import get_logger
 from launcher.base.units import format_bytes
-from launcher.comm.streams import NoStreams, Side, StreamEvent, Streams
+from launcher.comm.streams import Side, StreamEvent, Streams
 
 # ---- Host memory that is page-locked, so that a GPU copies from and to it without blocking the host ----
 # torch's `pin_memory` rounds each piece up to a power of two, which for a large model is up to twice the host memory
@@ -83,7 +83,7 @@ class HostDeviceCopier:
     def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         """streams: of the device; None: it has none."""
         self._device = device
-        self._streams = NoStreams() if streams is None else streams
+        self._streams = Streams() if streams is None else streams
         self._pinned = PinnedMemory() if device.type == "cuda" else None
 
     def empty(self, numel: int, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:

@@ -43,7 +43,7 @@ class SequenceGroups:
             )
         self._sizes = MeshSizes(num_ranks // size, sequence=size)
         neighbours = self._sizes.ranks_along("sequence")
-        self._ranks = self._world.of_ranks(subgroup(neighbours, "sequence")) if size > 1 else None
+        self._ranks = self._world.subset(subgroup(neighbours, "sequence")) if size > 1 else None
         self._mesh_before = current_mesh()
         self.disable_in_eval = disable_in_eval
         _made[:] = [self]

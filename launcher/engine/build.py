@@ -47,7 +47,6 @@ from launcher.engine.process import keep_freed_memory, without_dynamo
 from launcher.engine.sequence import attach_sequence, check_groups, check_sequence, sequence_size
 from launcher.engine.sharded import ShardedModel, end_engine_of
 from launcher.engine.stages import divide_into_stages
-from launcher.engine.tiling import tile_to_fit
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
 from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
@@ -83,6 +82,7 @@ from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.stages import TORCH_DTYPES, Place, Precision, ZeroPolicy
 from launcher.zero.step import MAX_NAMES, DelayedUpdate
+from launcher.zero.tiling import tile_to_fit
 
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -353,7 +353,7 @@ def _shard(
     frozen = [] if plan is None else _freeze_others(model, group_of, mesh.world.rank)
     units = build_units(model, group_of, policy, mesh, disks)
     _place_others(model, policy.precision, mesh)
-    shares_group = mesh.data.reductions.process_group is mesh.data.process_group
+    shares_group = mesh.data.reduce_group.process_group is mesh.data.process_group
     order = CollectiveOrder([unit.label for unit in units], shares_group=shares_group)
     reducer = GradientReducer(units, policy, mesh.data, order)
     schedule = ParameterSchedule(units, policy.parameters, order, mesh.data)
@@ -423,7 +423,7 @@ def _steps_behind_host(
     A loss scale follows every norm, and an optimizer in host memory is the host's to step.
     """
     if (
-        not mesh.world.runtime.runs_behind_host
+        not mesh.world.runtime.is_async_device
         or policy.offload.optimizer is not Place.DEVICE
         or scale_rules is not None
     ):

@@ -127,7 +127,7 @@ class UnitGradients:
         self._layout = layout
         self._policy = policy
         self._group = group = mesh.shard
-        self._reductions = group.reductions
+        self._reductions = group.reduce_group
         self._streams = group.streams
         self._replicate = mesh.replicate
         self._num_copies = mesh.num_copies
@@ -138,7 +138,7 @@ class UnitGradients:
         offloads_sums = placement.is_offloaded and policy.stage.shards_gradients  # as soon as it is summed
         self._is_kept_full = not offloads_sums and (self._owns_all or not policy.stage.shards_gradients)
         # Of gradients as they are taken. Nothing on a GPU: NCCL takes the mean itself.
-        self._early_scale = 1.0 if group.runtime.runs_behind_host else self._codec.exact_scale
+        self._early_scale = 1.0 if group.runtime.is_async_device else self._codec.exact_scale
         self._sends_what_autograd_makes = self._is_kept_full and self._codec.sends_what_autograd_makes
         sum_dtype = policy.precision.grad_dtype
         # 1-D [padded] in the type of sums, where all of it is kept until the step.
@@ -175,7 +175,7 @@ class UnitGradients:
         # Views of it are what `param.grad` is after a pass before a step: users may write into them.
         self.is_shown = self._owns_all and full is not None and self._sum.optimizer_grad is self._sum.grad
         self.is_shown = self.is_shown and all(param.dtype == sum_dtype for param in params)
-        self._is_measured_early = not (group.runtime.runs_behind_host or self.is_shown) or offloads_sums
+        self._is_measured_early = not (group.runtime.is_async_device or self.is_shown) or offloads_sums
         self._is_written_early = False  # to `param.grad`, before a further backward
 
     @property

@@ -615,7 +615,7 @@ class UnitParameters:
         own = own.to(self.master.device)
         with self.offloaded.on_device(writes=True):
             is_edited = own != self.master.to(own.dtype)
-            if self.group.runtime.runs_behind_host or is_edited.any():  # to ask would be to wait for the device
+            if self.group.runtime.is_async_device or is_edited.any():  # to ask would be to wait for the device
                 self.master.copy_(torch.where(is_edited, own.to(self.master.dtype), self.master))
                 self.renew_copy()
 

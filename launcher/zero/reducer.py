@@ -197,7 +197,7 @@ class GradientReducer:
 
     def reduce_late(self) -> None:
         """Add the late gradients of all ranks to the sums. Collective; for a step that knows that there are some."""
-        has_late = hosts.on_any_rank(self.group, [gradients.has_late for gradients in self._gradients])
+        has_late = hosts.any_rank(self.group, [gradients.has_late for gradients in self._gradients])
         self.wait()
         for gradients, is_late in reversed(list(zip(self._gradients, has_late, strict=True))):
             if is_late:

@@ -10,7 +10,7 @@ from harness.collective import communicators, late_group
 from harness.ranks import run_on_ranks
 from torch import Tensor
 
-from launcher.comm.groups import RankGroup, group_of_notices, world_group
+from launcher.comm.groups import RankGroup, group_of_flags, world_group
 from launcher.comm.mesh import subgroup
 
 CHUNK = 96
@@ -128,13 +128,13 @@ def test_the_late_double_finds(how: str, found: Any, kind: str) -> None:
 
 def _further_groups(rank: int, world_size: int) -> int:
     """Return how many process groups there are of the same ranks, for different purposes."""
-    world = world_group(has_reductions=True)
+    world = world_group(has_reduce_group=True)
     assert world.process_group is not None
     assert world.reduce_process_group is not None
     ranks = [list(range(world_size))]
-    found = [world.process_group, world.reduce_process_group, group_of_notices()]
+    found = [world.process_group, world.reduce_process_group, group_of_flags()]
     found += [subgroup(ranks, purpose) for purpose in ("one", "another", "one")]
-    assert world_group(has_reductions=True).reduce_process_group is world.reduce_process_group
+    assert world_group(has_reduce_group=True).reduce_process_group is world.reduce_process_group
     return len({id(group) for group in found})
 
 

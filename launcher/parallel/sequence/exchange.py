@@ -133,7 +133,7 @@ def sequence_ranks(group: ProcessGroup | None = None) -> RankGroup | None:
     if group.size() == 1:
         return None
     if group not in _named:
-        _named[group] = (world_group() if mesh is None else mesh.world).of_ranks(group)
+        _named[group] = (world_group() if mesh is None else mesh.world).subset(group)
     return _named[group]
 
 

@@ -249,4 +249,4 @@ def tensor_group(tp_size: int) -> RankGroup:
     if tp_size == 1 or world.process_group is None:
         return RankGroup(0, 1, None, world.runtime)
     sizes = MeshSizes(world.world_size // tp_size, tensor=tp_size)
-    return world.of_ranks(subgroup(sizes.ranks_along("tensor"), "tensor"))
+    return world.subset(subgroup(sizes.ranks_along("tensor"), "tensor"))
