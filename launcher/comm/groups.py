@@ -20,8 +20,7 @@ from launcher.base.progress import phase
 from launcher.base.scheduler_rank import scheduler_rank
 from launcher.comm.buffers import BufferPool
 from launcher.comm.communicator import Communicator, communicator_for
-from launcher.comm.device import DeviceRuntime, backend_name, local_device, use_local_device
-from launcher.comm.host_memory import HostDeviceCopier
+from launcher.comm.device import DeviceRuntime, HostDeviceCopier, backend_name, local_device, use_local_device
 from launcher.comm.pending import Call, begin_call, end_call, name_next, waits_for
 from launcher.comm.streams import Streams
 

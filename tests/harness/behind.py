@@ -12,8 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.comm import hosts
-from launcher.comm.device import DeviceRuntime
-from launcher.comm.host_memory import HostDeviceCopier
+from launcher.comm.device import DeviceRuntime, HostDeviceCopier
 from launcher.kernels.api import Kernel
 from launcher.zero import step
 

@@ -30,7 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.comm import communicator
 from launcher.comm.buffers import BufferPool
-from launcher.comm.host_memory import HostDeviceCopier
+from launcher.comm.device import HostDeviceCopier
 from launcher.comm.streams import Side, StreamEvent
 from launcher.kernels.api import Span
 from launcher.kernels.reference import ReferenceKernel
