@@ -30,6 +30,7 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.comm import communicator
 from launcher.comm.buffers import BufferPool
+from launcher.comm.communicator import Communicator
 from launcher.comm.device import HostDeviceCopier
 from launcher.comm.streams import Side, StreamEvent
 from launcher.kernels.api import Span
@@ -370,6 +371,7 @@ def _pool_for(model: StreamModel) -> type[BufferPool]:
 
 
 def _late_collectives(model: StreamModel) -> Iterator[Any]:
+    rows_of = Communicator._gather_rows
     gather, scatter, reduce, exchange = (
         communicator.all_gather_single,
         communicator.reduce_scatter_single,
@@ -402,6 +404,11 @@ def _late_collectives(model: StreamModel) -> Iterator[Any]:
         def __getattr__(self, name: str) -> Any:
             return {"all_reduce": all_reduce, "all_to_all_single": all_to_all}.get(name) or getattr(dist, name)
 
+    def gather_rows(own: Communicator, values: Tensor) -> Tensor:  # is waited for at once, by whoever begins it
+        with mock.patch("launcher.comm.communicator.all_gather_single", gather):
+            return rows_of(own, values)
+
+    yield mock.patch.object(Communicator, "_gather_rows", gather_rows)
     yield mock.patch("launcher.comm.communicator.all_gather_single", all_gather)
     yield mock.patch("launcher.comm.communicator.reduce_scatter_single", reduce_scatter)
     yield mock.patch("launcher.comm.communicator.dist", Dist())
