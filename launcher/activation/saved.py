@@ -14,7 +14,6 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from launcher.activation.settings import ActivationSettings
 from launcher.base.errors import EngineAssertionError, EngineError
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 
 
@@ -116,7 +115,7 @@ def _whole(group: RankGroup, own: Tensor) -> Tensor:
     """Return all ranks' parts, 1-D. Every rank of the group must call it, in the same order."""
     flat = own.new_empty(own.numel() * group.world_size)
     flat[group.rank * own.numel() : (group.rank + 1) * own.numel()] = own
-    collectives.all_gather(group, flat).wait()
+    group.communicator.all_gather(flat).wait()
     return flat
 
 

@@ -27,7 +27,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from launcher.comm.streams import NoStreams, Side, StreamEvent, Streams
+from launcher.comm.streams import Side, StreamEvent, Streams
 
 # Moves memory from one storage to another, so that tensors (and what autograd saved of them) keep their storage while
 # its memory comes and goes. torch has it since 2.12; before, and on GPUs, the allocator's own cache is used.
@@ -55,7 +55,7 @@ class BufferPool:
         has none.
         """
         self.device = device
-        self._streams = NoStreams() if streams is None else streams
+        self._streams = Streams() if streams is None else streams
         self._owners: dict[int, Side | None] = {}  # storage -> the stream it was lent memory on
         self._held: defaultdict[Side | None, list[tuple[torch.UntypedStorage, StreamEvent]]] = defaultdict(list)
         self._allocate = allocate

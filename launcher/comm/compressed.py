@@ -19,7 +19,6 @@ from itertools import accumulate
 import torch
 from torch import Tensor
 
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 
 BLOCK_NUMEL = 1024
@@ -96,14 +95,14 @@ class CompressedMean:
         for chunk, error, root, signs in zip(chunks, self.worker_error.chunk(world_size), roots, wires, strict=True):
             _compress(chunk, error, root, signs)
         self.worker_error.index_fill_(0, self._padding, 0.0)
-        collectives.all_to_all(self._group, wire, received).wait()
+        self._group.communicator.all_to_all(wire, received).wait()
         mean = chunks[rank].zero_()  # its own signs are on the wire already
         for signs in received.chunk(world_size):
             self._add_decoded(signs, mean)
         mean.div_(world_size).index_fill_(0, self._own_padding, 0.0)
         _compress(mean, self.server_error, roots[rank], wires[rank])
         self.server_error.index_fill_(0, self._own_padding, 0.0)
-        collectives.all_gather(self._group, wire).wait()
+        self._group.communicator.all_gather(wire).wait()
         for chunk, signs in zip(chunks, wires, strict=True):
             self._add_decoded(signs, chunk.zero_())
         flat.index_fill_(0, self._padding, 0.0)

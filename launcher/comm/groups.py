@@ -18,11 +18,9 @@ from launcher.base import env
 from launcher.base.errors import EngineError, UsageError
 from launcher.base.progress import phase
 from launcher.base.scheduler_rank import scheduler_rank
-from launcher.comm.backends import GlooCommunicator, NcclCommunicator
 from launcher.comm.buffers import BufferPool
-from launcher.comm.communicator import Alone, Communicator
-from launcher.comm.device import DeviceRuntime, backend_name, local_device, use_local_device
-from launcher.comm.host_memory import HostDeviceCopier
+from launcher.comm.communicator import Communicator, communicator_for
+from launcher.comm.device import DeviceRuntime, HostDeviceCopier, backend_name, local_device, use_local_device
 from launcher.comm.pending import Call, begin_call, end_call, name_next, waits_for
 from launcher.comm.streams import Streams
 
@@ -60,6 +58,11 @@ class RankGroup:
         return self.runtime.buffers
 
     @property
+    def host_group(self) -> dist.ProcessGroup | None:
+        """What carries host memory between these ranks, one message after another; None: a single process."""
+        return self.host_process_group or self.process_group
+
+    @property
     def streams(self) -> Streams:
         """What runs beside the computing on the device."""
         return self.runtime.streams
@@ -71,11 +74,11 @@ class RankGroup:
 
     @functools.cached_property
     def communicator(self) -> Communicator:
-        """What its collectives are made of."""
+        """Its collectives."""
         return communicator_for(self.process_group, self.runtime)
 
     @functools.cached_property
-    def reductions(self) -> RankGroup:
+    def reduce_group(self) -> RankGroup:
         """The same ranks, for reductions: collectives of the two are not ordered among each other."""
         if self.reduce_process_group is None:
             return self
@@ -85,7 +88,7 @@ class RankGroup:
         """Return this rank as a group of its own, on the same device."""
         return RankGroup(0, 1, None, self.runtime)
 
-    def of_ranks(
+    def subset(
         self,
         process_group: dist.ProcessGroup,
         reduce_process_group: dist.ProcessGroup | None = None,
@@ -101,14 +104,6 @@ class RankGroup:
             None if is_alone else reduce_process_group,
             None if is_alone else host_process_group,
         )
-
-
-def communicator_for(process_group: dist.ProcessGroup | None, runtime: DeviceRuntime) -> Communicator:
-    """Return the implementation for what carries the device's memory. Backends other than gloo have quick ones."""
-    if process_group is None:
-        return Alone()
-    kind = GlooCommunicator if backend_name(process_group, runtime.device) == "gloo" else NcclCommunicator
-    return kind(process_group, runtime.buffers)
 
 
 def init_distributed(
@@ -193,16 +188,16 @@ def _take_from_scheduler(*, is_wanted: bool, port: int) -> None:
     """Set the variables of a rank that mpirun, mpiexec or srun has started. Raises: EngineError, UsageError."""
     if env.RANK.name in os.environ:
         return
-    found = scheduler_rank(os.environ)
-    if found is None:
+    scheduled = scheduler_rank(os.environ)
+    if scheduled is None:
         return
     if not is_wanted:
         raise EngineError(
-            f"{found.started_by} has started this process as rank {found.rank} of {found.world_size}, and"
+            f"{scheduled.started_by} has started this process as rank {scheduled.rank} of {scheduled.world_size}, and"
             " auto_mpi_discovery or dist_init_required is False: each rank would train alone",
             hint="leave these arguments out, or export RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR and MASTER_PORT",
         )
-    os.environ.update(found.variables(os.environ, port))
+    os.environ.update(scheduled.variables(os.environ, port))
 
 
 def _incomplete(missing: list[str]) -> EngineError:
@@ -212,32 +207,32 @@ def _incomplete(missing: list[str]) -> EngineError:
     )
 
 
-def world_group(*, has_reductions: bool = False, runtime: DeviceRuntime | None = None) -> RankGroup:
+def world_group(*, has_reduce_group: bool = False, runtime: DeviceRuntime | None = None) -> RankGroup:
     """Return the group of all ranks, or of this process alone when none was started.
 
-    has_reductions: see `with_reductions`. runtime: of its device; None: a new one.
+    has_reduce_group: see `with_reduce_group`. runtime: of its device; None: a new one.
     """
     runtime = runtime or DeviceRuntime(local_device())
     if not dist.is_initialized() or dist.get_world_size() == 1:
         return RankGroup(0, 1, None, runtime)
     world = RankGroup(dist.get_rank(), dist.get_world_size(), dist.group.WORLD, runtime)
-    return with_reductions(world) if has_reductions else world
+    return with_reduce_group(world) if has_reduce_group else world
 
 
-def with_reductions(world: RankGroup) -> RankGroup:
+def with_reduce_group(world: RankGroup) -> RankGroup:
     """Return all ranks with what carries their reductions, and what their hosts exchange. Every rank must call it.
 
-    See `has_own_reductions`.
+    See `has_own_reduce_group`.
     """
     group, runtime = world.process_group, world.runtime
     if group is None:
         return world
-    own = _further_group(group, runtime.device, "reductions") if has_own_reductions(runtime.device) else None
-    hosts = _further_group(group, runtime.device, "hosts", "gloo") if runtime.runs_behind_host else None
+    own = _further_group(group, runtime.device, "reductions") if has_own_reduce_group(runtime.device) else None
+    hosts = _further_group(group, runtime.device, "hosts", "gloo") if runtime.is_async_device else None
     return RankGroup(world.rank, world.world_size, group, runtime, own, hosts)
 
 
-def has_own_reductions(device: torch.device) -> bool:
+def has_own_reduce_group(device: torch.device) -> bool:
     """Return whether reductions have a process group of their own beside that of gathers. Raises: UsageError.
 
     [Note: one communicator on NCCL] Two communicators at work on one GPU are safe only while the kernels of both fit on
@@ -262,7 +257,7 @@ def is_first_rank() -> bool:
 _further_groups: dict[str, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}
 
 
-def group_of_notices() -> dist.ProcessGroup | None:
+def group_of_flags() -> dist.ProcessGroup | None:
     """Return a process group of all ranks for host memory whose order is its own; None for a single process.
 
     The same one as long as the default group lasts. Every rank must call it.
@@ -270,7 +265,7 @@ def group_of_notices() -> dist.ProcessGroup | None:
     world = dist.group.WORLD if dist.is_initialized() else None
     if world is None or dist.get_world_size() == 1:
         return None
-    return _further_group(world, local_device(), "notices", "gloo")
+    return _further_group(world, local_device(), "flags", "gloo")
 
 
 def _further_group(
@@ -360,7 +355,7 @@ def forget_process_groups() -> None:
         group = reference()
         if group is not None:
             group.__dict__.pop("communicator", None)
-            group.__dict__.pop("reductions", None)
+            group.__dict__.pop("reduce_group", None)
             object.__setattr__(group, "process_group", None)
             object.__setattr__(group, "reduce_process_group", None)
             object.__setattr__(group, "host_process_group", None)

@@ -1,4 +1,4 @@
-"""What the hosts tell each other while their devices work.
+"""Small facts that hosts exchange while their devices work, and numbers that a device sends its host.
 
 [Note: what a step needs to know, and when]
 Before the optimizer updates anything all ranks must know three things of the backward pass: whether a rank has
@@ -11,12 +11,12 @@ progress at the same time on one GPU (its user guide, "Using multiple NCCL commu
 travel between hosts, through a gloo group beside NCCL's: about log2(ranks) messages of a few bytes, while the GPU works
 through its queue.
 
-Not to exchange them, to let the device skip an update that turns out to be wrong and to repeat it later, is no way out:
-until then ranks would read parameters that lack the update, and the repetition is collective, where a read is not.
+The device could instead skip an update that turns out to be wrong, and repeat it later. But until then ranks would read
+parameters that lack the update, and the repetition is collective, where a read is not.
 
 The norm, and with it the factor of clipping and whether the step is skipped, are facts of the device. The optimizer
 reads them there. A copy goes to pinned host memory with an event, and the host reads it when it is needed, at
-the latest when the next backward begins: see `Readback`, and `launcher.engine.last_step` for what follows.
+the latest when the next backward begins: see `AsyncHostCopy`, and `launcher.engine.last_step` for what follows.
 
 What is late, unused or in another order is thus known before the update is queued, as on a CPU, and never guessed.
 On a CPU all facts travel together in one collective, and the host reads them at once.
@@ -33,14 +33,13 @@ from torch import Tensor
 
 from launcher.base import env
 from launcher.base.errors import EngineError
-from launcher.comm import collectives
-from launcher.comm.groups import RankGroup, group_of_notices
+from launcher.comm.groups import RankGroup, group_of_flags
 from launcher.comm.pending import Pending, begin_call, end_call, name_next
 
-HOST_EXCHANGE = "largest_of_hosts"  # the kind of these calls
+HOST_EXCHANGE = "host_all_reduce_max"  # the kind of these calls
 
 
-def largest_of_hosts(group: RankGroup, values: Sequence[int]) -> list[int]:
+def host_all_reduce_max(group: RankGroup, values: Sequence[int]) -> list[int]:
     """Return the largest of all ranks' numbers, each for itself. Every rank must call it; no device is waited for.
 
     In round k a rank sends what it knows to the rank 2^k further on. A maximum may be taken twice of the same number,
@@ -69,12 +68,12 @@ def largest_of_hosts(group: RankGroup, values: Sequence[int]) -> list[int]:
     return largest
 
 
-def on_any_rank(group: RankGroup, flags: Sequence[bool]) -> list[bool]:
+def any_rank(group: RankGroup, flags: Sequence[bool]) -> list[bool]:
     """Return which flags any rank has set. Every rank must call it."""
-    if group.runtime.runs_behind_host:
-        return [bool(value) for value in largest_of_hosts(group, [int(flag) for flag in flags])]
+    if group.runtime.is_async_device:
+        return [bool(value) for value in host_all_reduce_max(group, [int(flag) for flag in flags])]
     counts = torch.tensor([float(flag) for flag in flags], dtype=torch.float64, device=group.device)
-    return [bool(value) for value in collectives.sum_scalars(group, counts).tolist()]
+    return [bool(value) for value in group.communicator.sum_scalars(counts).tolist()]
 
 
 def node_sizes(world: RankGroup) -> list[int]:
@@ -84,7 +83,7 @@ def node_sizes(world: RankGroup) -> list[int]:
     """
     own = [os.environ.get(env.LOCAL_WORLD_SIZE.name, world.world_size), os.environ.get(env.LOCAL_RANK.name, -1)]
     facts = torch.tensor([float(value) for value in own], dtype=torch.float64, device=world.device)
-    of_ranks = [(int(size), int(place)) for size, place in collectives.gather_rows(world, facts).tolist()]
+    of_ranks = [(int(size), int(place)) for size, place in world.communicator.gather_rows(facts).tolist()]
     sizes: list[int] = []
     while (first := sum(sizes)) < len(of_ranks):
         sizes.append(max(of_ranks[first][0], 1))
@@ -104,12 +103,12 @@ def node_names(world: RankGroup) -> list[str]:
     return names[: world.world_size]
 
 
-class Readback:
+class AsyncHostCopy:
     """An asynchronous copy of numbers from a device to pinned host memory."""
 
     def __init__(self, values: Tensor) -> None:
         """values: 1-D fp64; they are copied when the device's work queued so far has ended. The host does not wait."""
-        self._found: list[float] | None = None
+        self._values: list[float] | None = None
         self._arrival: torch.Event | None = None
         if values.device.type == "cpu":
             self._host = values.clone()
@@ -121,33 +120,33 @@ class Readback:
 
     def values(self) -> list[float]:
         """Return the numbers, and wait for them the first time."""
-        if self._found is None:
+        if self._values is None:
             if self._arrival is not None:
                 self._arrival.synchronize()
-            self._found = self._host.tolist()
-        return self._found
+            self._values = self._host.tolist()
+        return self._values
 
 
-# ---- What the ranks learn of one by one and must act on together ----
+# ---- A fact that ranks learn of one by one, and must act on together ----
 
 
-class Agreement:
-    """Tells every rank, in the same round, that something holds on one of them.
+class AsyncFlag:
+    """Tells every rank, in the same round, that a flag is set on one of them.
 
     A round is one all-reduce of a number in host memory: a device is not waited for, and what happens between `begin`
     and `result` hides it. Every rank must make one, and take part in every round.
     """
 
     def __init__(self) -> None:
-        self._process_group = group_of_notices()
+        self._process_group = group_of_flags()
         self._flag: Tensor = torch.zeros(1, dtype=torch.int32)
         self._pending: Pending | None = None
-        self._has_held = False
+        self._was_set = False
 
-    def begin(self, *, holds: bool) -> None:
-        """Begin a round. holds: on this rank."""
+    def begin(self, *, is_set: bool) -> None:
+        """Begin a round. is_set: on this rank."""
         self.result()  # an exception has left a round open
-        self._flag.fill_(holds)
+        self._flag.fill_(is_set)
         if self._process_group is None:
             self._pending = Pending()
             return
@@ -157,9 +156,9 @@ class Agreement:
         end_call()
 
     def result(self) -> bool:
-        """End the round, and return whether it held on any rank, now or in an earlier round."""
+        """End the round, and return whether the flag was set on any rank, now or in an earlier round."""
         pending, self._pending = self._pending, None
         if pending is not None:
             pending.wait()
-            self._has_held = self._has_held or bool(self._flag.item())
-        return self._has_held
+            self._was_set = self._was_set or bool(self._flag.item())
+        return self._was_set

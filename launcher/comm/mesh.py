@@ -30,9 +30,9 @@ from launcher.comm.groups import (
     RankGroup,
     agree_on_group,
     forget_process_groups,
-    has_own_reductions,
+    has_own_reduce_group,
     timeout_of,
-    with_reductions,
+    with_reduce_group,
 )
 from launcher.comm.hosts import node_names
 from launcher.comm.pending import drain
@@ -145,11 +145,11 @@ def build_mesh(
         )
     # Asked before groups of neighbours are made: these are to be on one node.
     nodes = tuple(node_names(world)) if not sizes.is_data_alone or shard_size or node_size else ()
-    found = _mesh(world, sizes, shard_size, node_size)
+    mesh = _mesh(world, sizes, shard_size, node_size)
     if not sizes.is_data_alone:
-        found = replace(found, nodes=nodes)
-    _current[:] = [found]
-    return found
+        mesh = replace(mesh, nodes=nodes)
+    _current[:] = [mesh]
+    return mesh
 
 
 def _mesh(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size: int | None) -> ParallelMesh:
@@ -164,15 +164,15 @@ def _mesh(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size:
 
 def _data_parallel(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size: int | None) -> ParallelMesh:
     assert world.process_group is not None
-    data = with_reductions(world)
+    data = with_reduce_group(world)
     shard, replicate = data, None
     if shard_size is not None and shard_size < data.world_size:
         rows, second = _rows(world.process_group, data.device.type, shard_size)
-        shard = data.of_ranks(rows.get_group("within"), second)
-        replicate = data.of_ranks(rows.get_group("across"))
+        shard = data.subset(rows.get_group("within"), second)
+        replicate = data.subset(rows.get_group("across"))
     node = None
     if node_size is not None and 1 < node_size < data.world_size:
-        node = data.of_ranks(_rows(world.process_group, data.device.type, node_size)[0].get_group("within"))
+        node = data.subset(_rows(world.process_group, data.device.type, node_size)[0].get_group("within"))
     return ParallelMesh(world, data, shard, replicate, node, sizes=sizes)
 
 
@@ -182,13 +182,13 @@ def expert_group(world: RankGroup, sizes: MeshSizes) -> RankGroup:
 
 
 def _with_experts(mesh: ParallelMesh, sizes: MeshSizes) -> ParallelMesh:
-    same = _group_of(mesh.world, sizes.ranks_of_replicas(), "replicas", has_reductions=True, has_hosts=True)
+    same = _group_of(mesh.world, sizes.ranks_of_replicas(), "replicas", has_reduce_group=True, has_hosts=True)
     of_experts = replace(mesh, data=same, shard=same, num_averaged=mesh.data.world_size)
     return replace(mesh, expert=expert_group(mesh.world, sizes), of_experts=of_experts)
 
 
 def _with_axes(world: RankGroup, sizes: MeshSizes) -> ParallelMesh:
-    data = _group_of(world, sizes.ranks_along("data", "sequence"), "data", has_reductions=True, has_hosts=True)
+    data = _group_of(world, sizes.ranks_along("data", "sequence"), "data", has_reduce_group=True, has_hosts=True)
 
     def along(axis: str) -> RankGroup | None:
         if getattr(sizes, axis) == 1:
@@ -217,25 +217,25 @@ def _with_axes(world: RankGroup, sizes: MeshSizes) -> ParallelMesh:
 
 
 def _group_of(
-    world: RankGroup, ranks: list[list[int]], purpose: str, *, has_reductions: bool = False, has_hosts: bool = False
+    world: RankGroup, ranks: list[list[int]], purpose: str, *, has_reduce_group: bool = False, has_hosts: bool = False
 ) -> RankGroup:
     """Return the group of this rank among groups of so many ranks, with all communicators that it is going to need.
 
-    has_reductions: see `has_own_reductions`. has_hosts: its hosts exchange facts of a step where devices run behind.
+    has_reduce_group: see `has_own_reduce_group`. has_hosts: its hosts exchange facts of a step where devices are async.
     """
-    hosts = subgroup(ranks, f"hosts of {purpose}", "gloo") if has_hosts and world.runtime.runs_behind_host else None
-    has_own = has_reductions and has_own_reductions(world.device)
+    hosts = subgroup(ranks, f"hosts of {purpose}", "gloo") if has_hosts and world.runtime.is_async_device else None
+    has_own = has_reduce_group and has_own_reduce_group(world.device)
     reductions = subgroup(ranks, f"reductions of {purpose}") if has_own else None
-    return world.of_ranks(subgroup(ranks, purpose), reductions, hosts)
+    return world.subset(subgroup(ranks, purpose), reductions, hosts)
 
 
 def _links(world: RankGroup, sizes: MeshSizes, pipeline: RankGroup) -> tuple[RankGroup, ...]:
     """Return the groups in which ranks of a pipeline exchange tensors: see the order in `Links`."""
-    number = num_links(sizes.pipeline) if world.runtime.runs_behind_host else 1
+    number = num_links(sizes.pipeline) if world.runtime.is_async_device else 1
     if number == 1:
         return (pipeline,)
     ranks = sizes.ranks_along("pipeline")
-    return tuple(world.of_ranks(subgroup(ranks, f"links {index} of pipeline")) for index in range(number))
+    return tuple(world.subset(subgroup(ranks, f"links {index} of pipeline")) for index in range(number))
 
 
 # By the default group, the ranks of all subgroups, and what these are for. Process groups cannot be freed one by one.
@@ -249,9 +249,11 @@ def subgroup(ranks: list[list[int]], purpose: str, backend: str | None = None) -
     if key not in _subgroups:
         agree_on_group(purpose, ranks)
         timeout = None if world is None else timeout_of(world, local_device())
-        found, _ = dist.new_subgroups_by_enumeration(ranks, timeout=timeout, backend=backend, group_desc=purpose)
-        assert found is not None, "every rank is in one of the groups"
-        _subgroups[key] = found
+        process_group, _ = dist.new_subgroups_by_enumeration(
+            ranks, timeout=timeout, backend=backend, group_desc=purpose
+        )
+        assert process_group is not None, "every rank is in one of the groups"
+        _subgroups[key] = process_group
     return _subgroups[key]
 
 
@@ -265,7 +267,7 @@ def _rows(world: dist.ProcessGroup, device_type: str, row_size: int) -> tuple[De
     agree_on_group("rows", rows)
     mesh = init_device_mesh(device_type, (len(rows), row_size), mesh_dim_names=("across", "within"))
     second = None
-    if has_own_reductions(local_device()):
+    if has_own_reduce_group(local_device()):
         agree_on_group("reductions of rows", rows)
         second, _ = dist.new_subgroups(row_size, group_desc="reductions of rows")
     return mesh, second

@@ -1,6 +1,6 @@
 """What watches the collectives: nothing, unless a config asks; then calls are measured here.
 
-`collectives` asks twice a call whether anybody listens. Only the bytes sent are always counted: that is one addition.
+A communicator asks twice a call whether anybody listens. Only the bytes sent are always counted: that is one addition.
 """
 
 from __future__ import annotations

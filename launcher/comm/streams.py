@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,92 +31,53 @@ class Side(Enum):
     TO_HOST = auto()  # copies to host memory
 
 
-class StreamEvent(Protocol):
-    """A point in the work of one stream."""
+class StreamEvent:
+    """A point in the work of one stream; of this class, one that has been reached."""
 
     def wait(self) -> None:
         """Have what is queued on the current stream from here on wait for it. The host does not wait."""
-        ...
 
 
-class Streams(Protocol):
-    """The side streams of one device."""
-
-    is_async: bool  # the device works beside the host
-
-    def on(self, side: Side) -> contextlib.AbstractContextManager[None]:
-        """Return a context in which `side` is the current stream. It waits for nothing by itself."""
-        ...
-
-    def current(self) -> Side | None:
-        """Return the side that is the current stream; None: the computing is."""
-        ...
-
-    def record(self) -> StreamEvent:
-        """Return the point that the current stream's work so far reaches."""
-        ...
-
-    def join(self, side: Side) -> None:
-        """Have what is queued on the current stream from here on wait for all of a side's work so far."""
-        ...
-
-    def keep(self, tensor: Tensor, side: Side) -> None:
-        """Keep a tensor's memory, which the allocator may get back at any time, for a side's work so far."""
-        ...
-
-    def synchronize(self, *sides: Side) -> None:
-        """Block the host until all work of these sides has ended."""
-        ...
-
-
-class _Passed:
-    """A point that has been reached."""
-
-    def wait(self) -> None:
-        """See `StreamEvent`."""
-
-
-PASSED: StreamEvent = _Passed()
+PASSED = StreamEvent()
 _NO_CONTEXT: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
 
 
-class NoStreams:
-    """Of a device that works while the host waits: a CPU."""
+class Streams:
+    """The side streams of one device; of this class, none: the device works while the host waits, as a CPU does."""
 
-    is_async = False
+    is_async = False  # whether the device works beside the host
 
     def on(self, side: Side) -> contextlib.AbstractContextManager[None]:
-        """See `Streams`."""
+        """Return a context in which `side` is the current stream. It waits for nothing by itself."""
         return _NO_CONTEXT
 
     def current(self) -> Side | None:
-        """See `Streams`."""
+        """Return the side that is the current stream; None: the computing is."""
         return None
 
     def record(self) -> StreamEvent:
-        """See `Streams`."""
+        """Return the point that the current stream's work so far reaches."""
         return PASSED
 
     def join(self, side: Side) -> None:
-        """See `Streams`."""
+        """Have what is queued on the current stream from here on wait for all of a side's work so far."""
 
     def keep(self, tensor: Tensor, side: Side) -> None:
-        """See `Streams`."""
+        """Keep a tensor's memory, which the allocator may get back at any time, for a side's work so far."""
 
     def synchronize(self, *sides: Side) -> None:
-        """See `Streams`."""
+        """Block the host until all work of these sides has ended."""
 
 
-class _DeviceEvent:
+class _DeviceEvent(StreamEvent):
     def __init__(self, module: Any, device: torch.device, event: Any) -> None:
         self._module, self._device, self._event = module, device, event
 
     def wait(self) -> None:
-        """See `StreamEvent`."""
         self._module.current_stream(self._device).wait_event(self._event)
 
 
-class DeviceStreams:
+class DeviceStreams(Streams):
     """Of a GPU."""
 
     is_async = True
@@ -129,34 +90,28 @@ class DeviceStreams:
 
     @contextlib.contextmanager
     def on(self, side: Side) -> Iterator[None]:
-        """See `Streams`."""
         with self._module.stream(self._sides[side]):
             yield
 
     def current(self) -> Side | None:
-        """See `Streams`. torch is asked: autograd calls hooks in threads of its own."""
-        current = self._module.current_stream(self._device)
+        current = self._module.current_stream(self._device)  # torch is asked: autograd calls hooks in its own threads
         return next((side for side, stream in self._sides.items() if stream == current), None)
 
     def record(self) -> StreamEvent:
-        """See `Streams`."""
         event = self._module.current_stream(self._device).record_event()
         return _DeviceEvent(self._module, self._device, event)
 
     def join(self, side: Side) -> None:
-        """See `Streams`."""
         self._module.current_stream(self._device).wait_stream(self._sides[side])
 
     def keep(self, tensor: Tensor, side: Side) -> None:
-        """See `Streams`."""
         tensor.record_stream(self._sides[side])
 
     def synchronize(self, *sides: Side) -> None:
-        """See `Streams`."""
         for side in sides:
             self._sides[side].synchronize()
 
 
 def streams_of(device: torch.device) -> Streams:
     """Return the side streams of a device."""
-    return NoStreams() if device.type == "cpu" else DeviceStreams(device)
+    return Streams() if device.type == "cpu" else DeviceStreams(device)

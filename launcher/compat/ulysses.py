@@ -14,7 +14,6 @@ from torch.nn import functional as F
 from torch.utils.data import IterableDataset
 
 from launcher.base.errors import EngineError, EngineKeyError, EngineValueError
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.mesh import current_mesh, subgroup
 from launcher.parallel.sequence import exchange
@@ -44,7 +43,7 @@ class SequenceGroups:
             )
         self._sizes = MeshSizes(num_ranks // size, sequence=size)
         neighbours = self._sizes.ranks_along("sequence")
-        self._ranks = self._world.of_ranks(subgroup(neighbours, "sequence")) if size > 1 else None
+        self._ranks = self._world.subset(subgroup(neighbours, "sequence")) if size > 1 else None
         self._mesh_before = current_mesh()
         self.disable_in_eval = disable_in_eval
         _made[:] = [self]
@@ -190,7 +189,7 @@ class SequenceLoader(IterableDataset[dict[str, Any]]):
         batches = iter(self.dl)
         while True:
             parts, description = self._cut(next(batches, None))
-            described = collectives.gather_objects(self._ranks, description)
+            described = self._ranks.communicator.gather_objects(description)
             if all(each is None for each in described):
                 return
             _check_alike(described)
@@ -224,7 +223,7 @@ class SequenceLoader(IterableDataset[dict[str, Any]]):
         """Exchange the parts; return this rank's of every batch, in the order of ranks."""
         sent = [_as_bytes(part, ranks.device) for part in parts]
         arrived = [sent[0].new_empty(sum(_num_bytes(entry) for entry in each.values())) for each in described]
-        collectives.exchange(ranks, sent, arrived).wait()
+        ranks.communicator.exchange(sent, arrived).wait()
         for description, received in zip(described, arrived, strict=True):
             taken = iter(received.split([_num_bytes(entry) for entry in description.values()]))
             part = {

@@ -13,7 +13,7 @@ from functools import lru_cache
 from typing import Any
 
 from launcher.base.errors import ConfigError
-from launcher.config.equations import BatchPlan
+from launcher.config.equations import BatchPlan, divisors
 from launcher.config.fields import Auto
 from launcher.config.schema import Config
 from launcher.config.schema_other import Elasticity
@@ -137,17 +137,7 @@ def _candidates(sizes: tuple[int, ...], cap: int) -> set[int]:
 def _worlds(batch: int, sizes: tuple[int, ...], lowest: int, highest: int) -> tuple[int, ...]:
     """Return every world from `lowest` to `highest` that some micro-batch fits, ascending."""
     shares = {batch // size for size in sizes if batch % size == 0}
-    return tuple(sorted({world for share in shares for world in _divisors(share, highest) if world >= lowest}))
-
-
-@lru_cache(maxsize=1024)
-def _divisors(number: int, highest: int) -> tuple[int, ...]:
-    """Return the divisors of `number` up to `highest`, in no order."""
-    found: set[int] = set()
-    for low in range(1, min(math.isqrt(number), highest) + 1):
-        if number % low == 0:
-            found.update(divisor for divisor in (low, number // low) if divisor <= highest)
-    return tuple(found)
+    return tuple(sorted({world for share in shares for world in divisors(share, highest) if world >= lowest}))
 
 
 @lru_cache(maxsize=1)
@@ -160,17 +150,17 @@ def highly_composite() -> tuple[int, ...]:
     products = list(longest)
     for prime in _PRIMES:
         longest = [
-            (number * prime**exponent, divisors * (exponent + 1), exponent)
-            for number, divisors, last in longest
+            (number * prime**exponent, num_divisors * (exponent + 1), exponent)
+            for number, num_divisors, last in longest
             for exponent in range(1, last + 1)
             if number * prime**exponent <= _MAX_SCALE
         ]
         products += longest
     records, most = [], 0
-    for number, divisors, _ in sorted(products):
-        if divisors > most:
+    for number, num_divisors, _ in sorted(products):
+        if num_divisors > most:
             records.append(number)
-            most = divisors
+            most = num_divisors
     return tuple(records)
 
 

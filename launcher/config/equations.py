@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 from launcher.base.errors import ConfigAssertionError, ConfigError
@@ -64,9 +65,15 @@ def with_experts(sizes: MeshSizes, expert: int, where: str) -> MeshSizes:
     return replace(sizes, expert=expert)
 
 
-def divisors(number: int) -> list[int]:
-    """Return the numbers that divide another one, the smallest first."""
-    return [size for size in range(1, number + 1) if number % size == 0]
+@lru_cache(maxsize=1024)
+def divisors(number: int, highest: int | None = None) -> tuple[int, ...]:
+    """Return the divisors of a number, up to `highest`, ascending."""
+    last = number if highest is None else highest
+    found: set[int] = set()
+    for low in range(1, min(math.isqrt(number), last) + 1):
+        if number % low == 0:
+            found.update(divisor for divisor in (low, number // low) if divisor <= last)
+    return tuple(sorted(found))
 
 
 def check_nodes(config: Config, sizes: MeshSizes, ranks_by_node: Sequence[int]) -> None:
@@ -130,7 +137,7 @@ def _near(product: int, world_size: int, *, is_exact: bool) -> str:
     return f"{below} or {below + product}"
 
 
-def _listed(numbers: list[int]) -> str:
+def _listed(numbers: Sequence[int]) -> str:
     *first, last = map(str, numbers)
     return f"{', '.join(first)} or {last}" if first else last
 

@@ -11,7 +11,7 @@ from launcher.base.log import get_logger
 from launcher.base.preemption import EXIT_REQUEUE, preempted
 from launcher.checkpoint_files.place import Place, place_of
 from launcher.checkpoint_files.retention import Retention, prune
-from launcher.comm.hosts import Agreement
+from launcher.comm.hosts import AsyncFlag
 from launcher.config.schema_other import Checkpoint
 
 
@@ -38,12 +38,12 @@ class Autosave:
         self._folder = section.folder
         self._every = section.save_every
         self._retention = None if section.keep_last is None else Retention(section.keep_last, section.keep_every)
-        self._notice = None if section.folder is None else Agreement()
+        self._notice = None if section.folder is None else AsyncFlag()
 
     def begin_step(self) -> None:
         """Ask all ranks whether one has been given notice, before an optimizer step that hides the answer's way."""
         if self._notice is not None:
-            self._notice.begin(holds=preempted())
+            self._notice.begin(is_set=preempted())
 
     def after_step(self, engine: SavingEngine) -> None:
         """Save where that is due. Raises: SystemExit(75) on all ranks, after a notice; CheckpointError."""

@@ -13,7 +13,7 @@ from launcher.activation.settings import use_section
 from launcher.base.errors import ConfigAssertionError, EngineAssertionError, EngineError
 from launcher.base.log import get_logger
 from launcher.base.progress import phase, tell
-from launcher.comm import collectives, pending
+from launcher.comm import pending
 from launcher.comm.device import offset_seed
 from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.mesh import ParallelMesh, build_mesh, leave_in_order
@@ -47,7 +47,6 @@ from launcher.engine.process import keep_freed_memory, without_dynamo
 from launcher.engine.sequence import attach_sequence, check_groups, check_sequence, sequence_size
 from launcher.engine.sharded import ShardedModel, end_engine_of
 from launcher.engine.stages import divide_into_stages
-from launcher.engine.tiling import tile_to_fit
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
 from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
@@ -83,6 +82,7 @@ from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.stages import TORCH_DTYPES, Place, Precision, ZeroPolicy
 from launcher.zero.step import MAX_NAMES, DelayedUpdate
+from launcher.zero.tiling import tile_to_fit
 
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
 
@@ -309,8 +309,8 @@ def _place_buffers(model: nn.Module, settings: Config, precision: Precision, mes
             buffer.data = buffer.data.contiguous()
     of_experts = expert_buffers(model)
     others = [buffer for buffer in model.buffers() if all(buffer is not each for each in of_experts)]
-    collectives.broadcast(mesh.layers or mesh.world, [buffer.data for buffer in others])
-    collectives.broadcast((mesh.of_experts or mesh).data, [buffer.data for buffer in of_experts])
+    (mesh.layers or mesh.world).communicator.broadcast([buffer.data for buffer in others])
+    (mesh.of_experts or mesh).data.communicator.broadcast([buffer.data for buffer in of_experts])
 
 
 def _place_others(model: nn.Module, precision: Precision, mesh: ParallelMesh) -> None:
@@ -321,7 +321,7 @@ def _place_others(model: nn.Module, precision: Precision, mesh: ParallelMesh) ->
     of_experts = [param for param in others if is_moe_param(param)]
     of_all = [param for param in others if not is_moe_param(param)]
     for params, own_mesh in ((of_all, mesh), (of_experts, mesh.of_experts or mesh)):
-        collectives.broadcast(own_mesh.data, [param.data for param in params])
+        own_mesh.data.communicator.broadcast([param.data for param in params])
         register_outside(params, own_mesh)
 
 
@@ -353,7 +353,7 @@ def _shard(
     frozen = [] if plan is None else _freeze_others(model, group_of, mesh.world.rank)
     units = build_units(model, group_of, policy, mesh, disks)
     _place_others(model, policy.precision, mesh)
-    shares_group = mesh.data.reductions.process_group is mesh.data.process_group
+    shares_group = mesh.data.reduce_group.process_group is mesh.data.process_group
     order = CollectiveOrder([unit.label for unit in units], shares_group=shares_group)
     reducer = GradientReducer(units, policy, mesh.data, order)
     schedule = ParameterSchedule(units, policy.parameters, order, mesh.data)
@@ -375,7 +375,7 @@ def _shard(
         {kind: kernel for kind, kernel in found.items() if kernel is not None},
         group.buffers,
         state_dtype,
-        (lambda sums: collectives.sum_scalars(group, sums.to(group.device))) if is_split else None,
+        (lambda sums: group.communicator.sum_scalars(sums.to(group.device))) if is_split else None,
         group,
         needs_kernel,
     )
@@ -423,13 +423,13 @@ def _steps_behind_host(
     A loss scale follows every norm, and an optimizer in host memory is the host's to step.
     """
     if (
-        not mesh.world.runtime.runs_behind_host
+        not mesh.world.runtime.is_async_device
         or policy.offload.optimizer is not Place.DEVICE
         or scale_rules is not None
     ):
         return False
     can = isinstance(optimizer, DeviceScaled) and optimizer.takes_device_scale
-    return all(collectives.gather_scalars(mesh.world, float(can)))
+    return all(mesh.world.communicator.gather_scalars(float(can)))
 
 
 def _optimizer_plan(

@@ -14,7 +14,6 @@ from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.base.log import get_logger
 from launcher.base.progress import BETWEEN_STEPS, EVALUATING, TRAINING, heartbeat, tell
 from launcher.checkpoint.formats.source import RunState
-from launcher.comm import collectives
 from launcher.config.equations import BatchPlan, solve_batch
 from launcher.engine.autosave import Autosave
 from launcher.engine.backward import BackwardPass, ScriptsPass, check_loss, scaled_up, unscaled_error
@@ -507,7 +506,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         For loops whose length differs between ranks, such as generation at stage 3 (every forward needs all ranks):
         `while engine.any_rank(not done): ...` continues, on finished ranks too, until the last one has finished.
         """
-        return any(collectives.gather_scalars(self._parts.mesh.world, float(condition)))
+        return any(self._parts.mesh.world.communicator.gather_scalars(float(condition)))
 
     def take_counters(self, state: RunState) -> None:
         """Continue counting where a checkpoint was saved; a sum of gradients that was not finished is not in it."""

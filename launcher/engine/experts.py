@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from launcher.base.errors import EngineError
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.equations import with_experts
 from launcher.config.schema import Config
+from launcher.optim.factory import replace_parameters
 from launcher.parallel.expert.share import spread_containers
 from launcher.parallel.expert.spread import spread_experts
 from launcher.parallel.expert.whole import return_whole_state
@@ -59,19 +59,5 @@ def spread_over_ranks(
             )
     report = spread_experts(model, mesh, settings.expert_parallel)
     return_whole_state(model, mesh.expert)
-    if isinstance(optimizer, torch.optim.Optimizer):
-        for group in optimizer.param_groups:
-            group["params"] = _without(group["params"], report.gone)
-    return [report.text], None if model_parameters is None else _without(model_parameters, report.gone)
-
-
-def _without(given: Iterable[Any], gone: Collection[nn.Parameter]) -> list[Any]:
-    """Return parameters, or groups of them, without those that are gone."""
-    found: list[Any] = []
-    for entry in given:
-        if isinstance(entry, Mapping):
-            params = entry["params"]
-            found.append({**entry, "params": _without([params] if isinstance(params, Tensor) else params, gone)})
-        elif entry not in gone:
-            found.append(entry)
-    return found
+    kept = replace_parameters(optimizer, model_parameters, lambda param: [] if param in report.gone else [param])
+    return [report.text], kept

@@ -15,7 +15,6 @@ from launcher.base.errors import EngineError, EngineValueError
 from launcher.base.log import get_logger
 from launcher.base.progress import phase
 from launcher.checkpoint.zero_to_fp32 import write_safetensors
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.engine.parts import EngineParts
 from launcher.engine.sharded import ShardedModel
@@ -100,7 +99,7 @@ def save_weights(weights: Mapping[str, Any] | None, folder: str, name: str, grou
             _write(weights, path)
         except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: torch.save's own, of a full disk too
             failure = error
-    has_failed = any(collectives.gather_scalars(group, float(failure is not None)))
+    has_failed = any(group.communicator.gather_scalars(float(failure is not None)))
     if failure is not None:
         raise EngineError(f"the weights were not written: {failure}", where=str(path)) from failure
     if has_failed:

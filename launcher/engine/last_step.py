@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from launcher.base.log import get_logger
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.engine.optimizer import ZeroOptimizer
@@ -27,7 +26,7 @@ def reason(units: list[FlatUnit], group: RankGroup, losses: list[Tensor], norm: 
     losses: of this rank's micro-batches since the last step, as far as the engine has seen any; norm: of all gradients.
     """
     mean = torch.stack([loss.float() for loss in losses]).mean().item() if losses else 0.0
-    by_rank = collectives.gather_scalars(group, mean)
+    by_rank = group.communicator.gather_scalars(mean)
     bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(by_rank) if not math.isfinite(loss)]
     if bad:
         return f"the loss is {', '.join(bad[:8])}"

@@ -17,7 +17,7 @@ from launcher.optim.api import FlatOptimizer, saved_piece
 from launcher.optim.factory import OptimizerPlan
 from launcher.optim.live import LiveStates, base_optimizer
 from launcher.optim.scaling import LossScaler
-from launcher.zero.partition import full_numel
+from launcher.zero.marks import full_numel
 from launcher.zero.unit import FlatUnit
 
 

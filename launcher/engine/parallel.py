@@ -11,7 +11,6 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.base.errors import EngineError
 from launcher.checkpoint.values.rng import restore_rng, rng_state
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import node_sizes
 from launcher.comm.mesh import ParallelMesh
@@ -38,7 +37,7 @@ def check_replicated_gradients(names: Sequence[str], gradients: Sequence[Tensor]
     if group.world_size == 1 or not names:
         return
     digests = torch.stack([_digest(gradient) for gradient in gradients]).to(group.device)  # [names, 1 + parts]
-    rows = collectives.gather_rows(group, digests)
+    rows = group.communicator.gather_rows(digests)
     spread = (rows.amax(0) - rows.amin(0)).amax(-1)
     # A digest that is not finite differs from nothing: what comes of it is the business of the loss scaler.
     differs = (spread > _TOLERANCE * rows[..., 0].amax(0)).tolist()
@@ -121,7 +120,7 @@ class LayerRanks:
         if self._has_inputs or self._group is None:
             return
         self._has_inputs, group = True, self._group
-        rows = collectives.gather_rows(group, fingerprint(inputs, group.device))
+        rows = group.communicator.gather_rows(fingerprint(inputs, group.device))
         if not bool((rows == rows[0]).all() | rows.isnan().any()):
             raise EngineError(
                 f"the {group.world_size} ranks that share layers got different inputs",

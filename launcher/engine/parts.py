@@ -9,7 +9,6 @@ from typing import Any
 import torch
 
 from launcher.base.log import get_logger
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.config import policies
@@ -120,7 +119,7 @@ def trusted_kernel(
     if plan.kind is None:
         return kernel
     problem = None if kernel is None else _problem(kernel, plan, shards, state_dtype, group.device)
-    num_wrong = sum(collectives.gather_scalars(group, float(kernel is None or problem is not None)))
+    num_wrong = sum(group.communicator.gather_scalars(float(kernel is None or problem is not None)))
     if num_wrong and group.rank == 0 and kernel is not None:
         why = problem or f"is missing or computes other steps than the reference on {num_wrong:.0f} other ranks"
         get_logger().warning("the kernel %s %s: it is not used, torch updates the parameters", kernel.name, why)

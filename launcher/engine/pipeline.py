@@ -15,7 +15,6 @@ from torch.utils._pytree import tree_map_only
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.base.progress import EVALUATING, TRAINING, phase, tell
-from launcher.comm import collectives
 from launcher.engine import stages
 from launcher.engine.backward import scaled_up
 from launcher.engine.engine import Engine
@@ -251,7 +250,7 @@ class PipelineEngine(Engine):
         own = torch.zeros(2, dtype=torch.float64, device=self.device)
         if losses:
             own[0], own[1] = torch.stack(list(losses)).mean(), 1.0
-        total, count = collectives.sum_scalars(self._parts.mesh.world, own).unbind()
+        total, count = self._parts.mesh.world.communicator.sum_scalars(own).unbind()
         return (total / count).float()
 
     def _actions_for(self, count: int, *, trains: bool) -> list[Action]:

@@ -12,7 +12,6 @@ from torch import nn
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.engine.parallel import fingerprint
@@ -152,7 +151,7 @@ class SequenceRanks:
         self._is_checked = True
 
     def _check_inputs(self, group: RankGroup, inputs: Any) -> None:
-        rows = collectives.gather_rows(group, fingerprint(inputs, group.device))
+        rows = group.communicator.gather_rows(fingerprint(inputs, group.device))
         if not bool((rows[:, 0] == rows[0, 0]).all()):
             raise EngineError(
                 f"the {group.world_size} ranks of one sequence got parts of different sizes",

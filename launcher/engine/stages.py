@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -17,6 +16,7 @@ from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.schema import Config
 from launcher.engine.model_check import check_model
+from launcher.optim.factory import replace_parameters
 from launcher.parallel.pipeline.divide import Profiling, stage_model
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.parallel.pipeline.tied import mark_copies
@@ -47,17 +47,9 @@ class Staged:
         In a torch optimizer this rank's parameters take their places, too.
         """
         own, before = dict(self.model.named_parameters()), self.names_before
-
-        def kept(params: Any) -> list[Any]:
-            given = [params] if isinstance(params, torch.Tensor) else params
-            return [own[before[param]] for param in given if before.get(param) in own]
-
-        if isinstance(optimizer, torch.optim.Optimizer):
-            for group in optimizer.param_groups:
-                group["params"] = kept(group["params"])
-        if model_parameters is None or not any(isinstance(each, dict) for each in model_parameters):
-            return None if model_parameters is None else kept(model_parameters)
-        return [{**group, "params": kept(group["params"])} for group in model_parameters]
+        return replace_parameters(
+            optimizer, model_parameters, lambda param: [own[before[param]]] if before.get(param) in own else []
+        )
 
 
 def divide_into_stages(model: nn.Module, settings: Config, mesh: ParallelMesh, num_micro_batches: int) -> Staged | None:
@@ -106,7 +98,7 @@ def gather(pipeline: RankGroup, value: Any) -> list[Any]:
     if pipeline.process_group is None:
         return [value]
     found: list[Any] = [None] * pipeline.world_size
-    dist.all_gather_object(found, value, group=_hosts(pipeline))
+    dist.all_gather_object(found, value, group=pipeline.host_group)
     return found
 
 
@@ -122,7 +114,7 @@ def joined_state(pipeline: RankGroup, own: Mapping[str, Any], *, is_wanted: bool
         if not wants:
             continue
         found: list[Any] | None = [None] * pipeline.world_size if rank == pipeline.rank else None
-        dist.gather_object(own, found, group=_hosts(pipeline), group_dst=rank)
+        dist.gather_object(own, found, group=pipeline.host_group, group_dst=rank)
         for state in found or ():
             for key, value in state.items():
                 joined.setdefault(key, value)
@@ -164,7 +156,3 @@ def check_all(pipeline: RankGroup | None, error: Exception | None) -> None:
 def _in_host_memory(values: Mapping[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = tree_map_only(Tensor, Tensor.cpu, dict(values))  # in extra state, tensors may be inside
     return found
-
-
-def _hosts(pipeline: RankGroup) -> dist.ProcessGroup | None:
-    return pipeline.host_process_group or pipeline.process_group

@@ -129,6 +129,31 @@ def as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
     return ([{"params": loose}] if loose else []) + groups
 
 
+def replace_parameters(
+    optimizer: Any, parameters: Iterable[Any] | None, replaced: Callable[[Any], Iterable[Any]]
+) -> list[Any] | None:
+    """Put what `replaced(param)` returns in the place of each parameter: in a client's optimizer, and in the result.
+
+    optimizer: changed where it is torch's. parameters: also groups of them, which keep their options; None stays None.
+    """
+    if isinstance(optimizer, torch.optim.Optimizer):
+        for group in optimizer.param_groups:
+            group["params"] = _replaced(group["params"], replaced)
+    return None if parameters is None else _replaced(parameters, replaced)
+
+
+def _replaced(entries: Iterable[Any], replaced: Callable[[Any], Iterable[Any]]) -> list[Any]:
+    found: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, Mapping):
+            params = entry["params"]
+            params = [params] if isinstance(params, torch.Tensor) else params
+            found.append({**entry, "params": _replaced(params, replaced)})
+        else:
+            found += replaced(entry)
+    return found
+
+
 def plan_from_config(
     type_name: str, params: Mapping[str, Any], model: nn.Module, model_parameters: Iterable[Any] | None
 ) -> OptimizerPlan:

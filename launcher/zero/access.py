@@ -13,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineAssertionError, EngineError
-from launcher.comm import collectives
 from launcher.sharding.layout import ParamSlot
 from launcher.zero.stages import ParameterState, UnitState
 from launcher.zero.unit import FlatUnit, unit_of
@@ -174,7 +173,7 @@ def _complete_sums(unit: FlatUnit) -> None:
     assert unit.grads is not None
     unit.complete_sums()
     # All ranks decide together: the reduction includes the ranks of other copies of the shards.
-    states = collectives.gather_scalars(unit.mesh.data, float(unit.grads.has_late + 2 * unit.grads.has_written))
+    states = unit.mesh.data.communicator.gather_scalars(float(unit.grads.has_late + 2 * unit.grads.has_written))
     if max(states) >= 2:
         raise EngineError(
             f"param.grad was set, of {unit.label} or another parameter in its unit, before a function that reads or"
@@ -223,7 +222,7 @@ def _full(param: nn.Parameter, owned_of: _Owned, prepare: _Prepare = lambda unit
     with unit.in_memory(writes=False):
         owned = owned_of(unit)
         # A rank that owns nothing but padding has no state, and must take part in gathering that of the others.
-        if not any(collectives.gather_scalars(unit.group, float(owned is not None))):
+        if not any(unit.group.communicator.gather_scalars(float(owned is not None))):
             return None
         full = unit.unsharded(torch.zeros(len(unit.owned)) if owned is None else owned.float())
     return full[slot.offset : slot.end].view(slot.shape).clone()

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from launcher.comm.buffers import BufferPool
-from launcher.comm.host_memory import PinnedMemory
+from launcher.comm.device import PinnedMemory
 from launcher.storage.store import AioSettings, Extent, Store, Transfer, aligned_buffer, padded
 
 # Writes of single tensors in the background: each keeps its memory until it has ended.

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from launcher.comm import collectives
 from launcher.comm.mesh import ParallelMesh
 from launcher.zero.parameters import UnitParameters, unit_params_of
 
@@ -91,7 +90,7 @@ class GatheredParameters:
             for found, params in self._unit_params.items():
                 found.broadcast(params, self._modifier_rank)
             for known, param in self._outside:
-                collectives.broadcast(known.mesh.data, [param.data], known.mesh.place_in_data(self._modifier_rank))
+                known.mesh.data.communicator.broadcast([param.data], known.mesh.place_in_data(self._modifier_rank))
                 torch.autograd.graph.increment_version(param)  # see `UnitParameters.count_write`
         for found in self._unit_params:  # without a modifier rank changes are forgotten, which is the caller's choice
             found.end_block()

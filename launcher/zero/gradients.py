@@ -18,7 +18,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import collectives, observe
+from launcher.comm import observe
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
@@ -127,7 +127,7 @@ class UnitGradients:
         self._layout = layout
         self._policy = policy
         self._group = group = mesh.shard
-        self._reductions = group.reductions
+        self._reductions = group.reduce_group
         self._streams = group.streams
         self._replicate = mesh.replicate
         self._num_copies = mesh.num_copies
@@ -138,7 +138,7 @@ class UnitGradients:
         offloads_sums = placement.is_offloaded and policy.stage.shards_gradients  # as soon as it is summed
         self._is_kept_full = not offloads_sums and (self._owns_all or not policy.stage.shards_gradients)
         # Of gradients as they are taken. Nothing on a GPU: NCCL takes the mean itself.
-        self._early_scale = 1.0 if group.runtime.runs_behind_host else self._codec.exact_scale
+        self._early_scale = 1.0 if group.runtime.is_async_device else self._codec.exact_scale
         self._sends_what_autograd_makes = self._is_kept_full and self._codec.sends_what_autograd_makes
         sum_dtype = policy.precision.grad_dtype
         # 1-D [padded] in the type of sums, where all of it is kept until the step.
@@ -175,7 +175,7 @@ class UnitGradients:
         # Views of it are what `param.grad` is after a pass before a step: users may write into them.
         self.is_shown = self._owns_all and full is not None and self._sum.optimizer_grad is self._sum.grad
         self.is_shown = self.is_shown and all(param.dtype == sum_dtype for param in params)
-        self._is_measured_early = not (group.runtime.runs_behind_host or self.is_shown) or offloads_sums
+        self._is_measured_early = not (group.runtime.is_async_device or self.is_shown) or offloads_sums
         self._is_written_early = False  # to `param.grad`, before a further backward
 
     @property
@@ -344,16 +344,16 @@ class UnitGradients:
         """Start the collective that sums `sent`, times `scale`, to where the sum is kept."""
         scatters = self._policy.reduction.scatters
         if self._full is not None and (self._owns_all or not scatters):
-            return collectives.all_reduce(self._reductions, self._full, scale, sent=sent)
+            return self._reductions.communicator.all_reduce(self._full, scale, sent=sent)
         if scatters:
             output = self.owned_grad
             if self._sum.holds_sum or not self._sum.has_buffer:
                 self._arriving = output = self._group.buffers.borrow(len(self._owned), torch.float32)
-            pending = collectives.reduce_scatter(self._reductions, sent, output, scale)
+            pending = self._reductions.communicator.reduce_scatter(sent, output, scale)
         else:
             self._arriving = self._group.buffers.borrow(local.numel(), torch.float32)
             output = self._arriving[self._owned.start : self._owned.stop]
-            pending = collectives.all_reduce(self._reductions, self._arriving, scale, sent=sent)
+            pending = self._reductions.communicator.all_reduce(self._arriving, scale, sent=sent)
         # What is added to a sum over the copies must be one, too.
         if self._replicate is not None and (is_last or self._is_summed_over_copies):
             return pending.then(lambda: self._sum_over_copies(output))
@@ -366,7 +366,7 @@ class UnitGradients:
             self._sum.add_to(output)
             self._sum.holds_sum = False
         self._is_summed_over_copies = True
-        return collectives.all_reduce(self._replicate, output)
+        return self._replicate.communicator.all_reduce(output)
 
     def advance_reduction(self) -> bool:
         """Wait for the phase under way and start the next one; return whether there is one."""

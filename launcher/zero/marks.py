@@ -11,6 +11,11 @@ _SPLIT = "_launch_tensor_split"
 _COPY = "_launch_copy"
 
 
+def full_numel(param: nn.Parameter) -> int:
+    """Return the elements of a parameter, also of one that is sharded."""
+    return int(getattr(param, "ds_numel", param.numel()))
+
+
 def split_of(param: nn.Parameter) -> TensorSplit | None:
     """Return which part of a parameter this rank has; None for all of it."""
     found: TensorSplit | None = getattr(param, _SPLIT, None)

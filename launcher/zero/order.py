@@ -24,7 +24,7 @@ import torch.distributed as dist
 
 from launcher.base.errors import EngineError
 from launcher.base.timeouts import timeouts
-from launcher.comm import collectives, pending
+from launcher.comm import pending
 from launcher.comm.groups import RankGroup
 
 HINT = (
@@ -132,7 +132,7 @@ class CollectiveOrder:
     def difference(self, group: RankGroup) -> EngineError:
         """Return an error that names the first collective in which ranks part. Collective."""
         own = self._orders()
-        everywhere = collectives.gather_objects(group, own)
+        everywhere = group.communicator.gather_objects(own)
         kind = next((kind for kind in Collective if any(orders[kind] != own[kind] for orders in everywhere)), None)
         if kind is None:  # where they part is forgotten
             return EngineError("ranks took different paths through the model since the last step", hint=HINT)

@@ -114,11 +114,11 @@ def stuck_exchanges(reports: Mapping[int, Report], limit_s: float) -> dict[int, 
 class OrderWatch(threading.Thread):
     """Watches what this process waits for as long as an engine of it lives. One for a default process group."""
 
-    def __init__(self, world: dist.ProcessGroup, *, runs_behind_host: bool) -> None:
+    def __init__(self, world: dist.ProcessGroup, *, is_async_device: bool) -> None:
         super().__init__(name="launch-order-watch", daemon=True)
         self.world = weakref.ref(world)
         self.orders: weakref.WeakSet[CollectiveOrder] = weakref.WeakSet()
-        self._runs_behind_host = runs_behind_host
+        self._is_async_device = is_async_device
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
         self._store = dist.distributed_c10d._get_default_store()
         self._tick = 0
@@ -198,7 +198,7 @@ class OrderWatch(threading.Thread):
             numbers = {call.calls.name: call.number for call in needs}
         elif (script := self._wait_of_script(now_s)) is not None:
             (_, since_s, what), numbers, is_host = script, {}, True
-        elif self._runs_behind_host and calls:
+        elif self._is_async_device and calls:
             last = max(calls.values(), key=lambda each: each.begun_s)
             since_s, what, is_host = last.begun_s, f"its device, after {last.what}", False
             numbers = {name: each.number for name, each in calls.items() if now_s - each.begun_s >= check_s}
@@ -325,7 +325,7 @@ def watch_order(order: CollectiveOrder, group: RankGroup) -> None:
         return
     with _lock:
         if not _watches or _watches[0].world() is not world:
-            _watches[:] = [OrderWatch(world, runs_behind_host=group.runtime.runs_behind_host)]
+            _watches[:] = [OrderWatch(world, is_async_device=group.runtime.is_async_device)]
             _watches[0].start()
         _watches[0].orders.add(order)
 

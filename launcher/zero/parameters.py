@@ -29,7 +29,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
-from launcher.comm import collectives, observe
+from launcher.comm import observe
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
@@ -286,7 +286,7 @@ class UnitParameters:
                 param.data = view
                 param.grad = None
         if not has_equal_values:
-            collectives.broadcast(self._mesh.data, [self.flat])
+            self._mesh.data.communicator.broadcast([self.flat])
 
     def register(self) -> None:
         """Have `unit_params_of` find this unit for its parameters."""
@@ -368,7 +368,7 @@ class UnitParameters:
         """Overwrite parameters of this unsharded unit by rank `source`'s, of the data axis. Collective."""
         slots = [self.slot_of(param) for param in params]
         views = [self._views[slot.index] for slot in slots]
-        collectives.broadcast(self._mesh.data, views, self._mesh.place_in_data(source))
+        self._mesh.data.communicator.broadcast(views, self._mesh.place_in_data(source))
         self.count_write(slots)  # autograd has seen what the source wrote there alone
         self.refresh(keeps_bits=True)
 
@@ -439,7 +439,7 @@ class UnitParameters:
         group: None for the ranks that own a chunk each. Call it on the gathers' stream.
         """
         with observe.unit_span("gather", self._label):
-            return collectives.all_gather(group or self.group, self.flat, own)
+            return (group or self.group).communicator.all_gather(self.flat, own)
 
     def wait(self) -> None:
         """Block until what is in flight has arrived: the values are those of the last step. Cheap when nothing is.
@@ -615,7 +615,7 @@ class UnitParameters:
         own = own.to(self.master.device)
         with self.offloaded.on_device(writes=True):
             is_edited = own != self.master.to(own.dtype)
-            if self.group.runtime.runs_behind_host or is_edited.any():  # to ask would be to wait for the device
+            if self.group.runtime.is_async_device or is_edited.any():  # to ask would be to wait for the device
                 self.master.copy_(torch.where(is_edited, own.to(self.master.dtype), self.master))
                 self.renew_copy()
 

@@ -11,7 +11,7 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.sharding.grouping import choose_small, form_units, min_unit_numel
 from launcher.sharding.layout import CHUNK_ALIGNMENT_NUMEL, ParamInfo, UnitLayout, layout_unit
 from launcher.zero.leaves import external_parameters, is_leaf, is_tile
-from launcher.zero.marks import is_moe_param
+from launcher.zero.marks import full_numel, is_moe_param
 from launcher.zero.parameters import param_info, unit_params_of
 from launcher.zero.placement import NO_DISKS, Disks, Placements
 from launcher.zero.stages import Place, ZeroPolicy
@@ -72,11 +72,6 @@ class _Member:
     def key(self) -> tuple[object, ...]:
         """What is equal for parameters that stay together."""
         return (self.is_persistent, self.is_cast, self.info.is_trainable, self.info.dtype, *map(id, self.modules))
-
-
-def full_numel(param: nn.Parameter) -> int:
-    """Return the elements of a parameter, also of one that `zero.Init` has sharded."""
-    return int(getattr(param, "ds_numel", param.numel()))
 
 
 def build_units(

@@ -19,7 +19,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from launcher.base.errors import EngineError
-from launcher.comm import collectives, hosts
+from launcher.comm import hosts
 from launcher.comm.groups import RankGroup
 from launcher.comm.streams import Side
 from launcher.zero.gradients import UnitGradients
@@ -173,11 +173,11 @@ class GradientReducer:
         have one model together and call it too, or None. Raises: EngineError on all unless a group wrote the same.
         """
         own = torch.tensor([row for gradients in self._gradients for row in gradients.written()], dtype=torch.float64)
-        rows = collectives.gather_rows(group, own.view(-1).to(group.device))
+        rows = group.communicator.gather_rows(own.view(-1).to(group.device))
         is_bad = (rows != rows[0]).any(dim=0)  # NaN is unlike itself
         num_bad = is_bad.sum().double().reshape(1)
         if model is not None:
-            num_bad = collectives.sum_scalars(model, num_bad)
+            num_bad = model.communicator.sum_scalars(num_bad)
         if num_bad.item():
             names = [name for gradients in self._gradients for name in gradients.names]
             here = [name for name, bad in zip(names, is_bad.view(-1, 2).any(dim=1).tolist(), strict=True) if bad]
@@ -197,7 +197,7 @@ class GradientReducer:
 
     def reduce_late(self) -> None:
         """Add the late gradients of all ranks to the sums. Collective; for a step that knows that there are some."""
-        has_late = hosts.on_any_rank(self.group, [gradients.has_late for gradients in self._gradients])
+        has_late = hosts.any_rank(self.group, [gradients.has_late for gradients in self._gradients])
         self.wait()
         for gradients, is_late in reversed(list(zip(self._gradients, has_late, strict=True))):
             if is_late:

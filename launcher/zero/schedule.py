@@ -483,7 +483,7 @@ class ParameterSchedule:
             unit.params.wait()
         except RuntimeError as error:
             # Behind the host it may be any error of the device, such as an assertion of an earlier kernel.
-            is_behind = unit.group.runtime.runs_behind_host
+            is_behind = unit.group.runtime.is_async_device
             if is_behind or self._in_backward or self._follower.kind != _EVALUATION or not unit.is_sharded:
                 raise
             raise EngineError(

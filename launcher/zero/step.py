@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from launcher.base.errors import EngineAssertionError, EngineError
-from launcher.comm import collectives, pending
+from launcher.comm import pending
 from launcher.comm.groups import RankGroup
-from launcher.comm.hosts import Readback, largest_of_hosts, on_any_rank
+from launcher.comm.hosts import AsyncHostCopy, any_rank, host_all_reduce_max
 from launcher.comm.mesh import ParallelMesh
 from launcher.kernels.api import DeviceScale
 from launcher.kernels.cpu import part_of_threads
@@ -97,9 +97,9 @@ class DelayedUpdate:
         own = next((error for unit in self._units if (error := unit.find_lost_to_update()) is not None), None)
         for unit in self._units:
             unit.forget_lost()
-        is_lost = on_any_rank(self._mesh.data, [own is not None])
+        is_lost = any_rank(self._mesh.data, [own is not None])
         if self._mesh.model is not None:
-            is_lost = on_any_rank(self._mesh.model, is_lost)
+            is_lost = any_rank(self._mesh.model, is_lost)
         if is_lost[0]:
             raise lost_anywhere(own, self._mesh)
 
@@ -121,7 +121,7 @@ CLIP_EPSILON = 1e-6
 class StepOutcome:
     """How an optimizer step went, as soon as the host knows it."""
 
-    def __init__(self, norm: float | Readback, *, skips_overflow: bool, compared: Sequence[str] = ()) -> None:
+    def __init__(self, norm: float | AsyncHostCopy, *, skips_overflow: bool, compared: Sequence[str] = ()) -> None:
         """norm: of all gradients before clipping; or, being copied from the device, its square, how many units differed
         between ranks before the step, and whether each of `compared` did.
 
@@ -135,12 +135,12 @@ class StepOutcome:
     @property
     def is_known(self) -> bool:
         """Whether the host knows the norm: else `norm` waits for the device."""
-        return not isinstance(self._norm, Readback)
+        return not isinstance(self._norm, AsyncHostCopy)
 
     @property
     def norm(self) -> float:
         """The gradient norm before clipping. Raises: EngineError for parameters that differed between ranks."""
-        if isinstance(self._norm, Readback):
+        if isinstance(self._norm, AsyncHostCopy):
             square, num_parted, *are_parted = self._norm.values()
             self._norm = math.sqrt(square) if square >= 0 else math.nan
             if num_parted:
@@ -241,12 +241,12 @@ def _exchange_facts(reducer: GradientReducer, mesh: ParallelMesh, own: _OwnFacts
     counts = [*own_counts, *reducer.order.digests]
     facts = torch.cat([total, torch.tensor(counts, dtype=torch.float64, device=group.device)])
     pending.name_next("the norm of the gradients")
-    rows = collectives.gather_rows(group, facts)
+    rows = group.communicator.gather_rows(facts)
     digests = rows[:, 6:]
     has_orders = (digests != digests[0]).any().to(rows.dtype)
     known = torch.cat([rows[:, :6].sum(dim=0), has_orders.reshape(1)])
     if mesh.model is not None:  # before anything follows from it: the ranks of one model do the same then
-        known = collectives.sum_scalars(mesh.model, known)
+        known = mesh.model.communicator.sum_scalars(known)
     square, *counts, num_orders = known.tolist()
     if num_orders:
         raise reducer.order.difference(group)
@@ -259,7 +259,7 @@ def complete_sums(reducer: GradientReducer, mesh: ParallelMesh, own: _OwnFacts) 
     Raises: EngineError on every rank where one has an `own.lost`.
     """
     reducer.complete()
-    if mesh.data.runtime.runs_behind_host and (own.gradients or mesh.model is not None):
+    if mesh.data.runtime.is_async_device and (own.gradients or mesh.model is not None):
         # Before the host waits for its device: behind collectives that do not fit each other nothing ever arrives.
         _share_facts_of_hosts(reducer, mesh, own)
     mesh.data.copier.synchronize()  # gradients in host memory are read from here on
@@ -286,11 +286,11 @@ def _share_facts_of_hosts(reducer: GradientReducer, mesh: ParallelMesh, own: _Ow
     digests = reducer.order.digests
     flags = [is_any_unused, reducer.num_late > 0, reducer.num_written > 0, own.is_touched, own.lost is not None]
     facts = [*map(int, flags), *digests, *(-digest for digest in digests)]
-    is_unused, is_late, is_written, is_touched_anywhere, is_lost, *both = largest_of_hosts(mesh.data, facts)
+    is_unused, is_late, is_written, is_touched_anywhere, is_lost, *both = host_all_reduce_max(mesh.data, facts)
     parts = any(most != -least for most, least in zip(both[: len(digests)], both[len(digests) :], strict=True))
     if mesh.model is not None:  # before anything follows from it: the ranks of one model do the same then
         flags = [bool(is_unused), bool(is_written), bool(is_touched_anywhere), bool(is_lost), parts]
-        is_unused, is_written, is_touched_anywhere, is_lost, parts = on_any_rank(mesh.model, flags)
+        is_unused, is_written, is_touched_anywhere, is_lost, parts = any_rank(mesh.model, flags)
     if parts:
         raise reducer.order.difference(mesh.data)
     if is_lost:
@@ -314,11 +314,11 @@ def _values_of(units: list[FlatUnit], device: torch.device) -> torch.Tensor:
 
 def _check_alike(units: list[FlatUnit], mesh: ParallelMesh) -> None:
     """Raise EngineError on every rank for parameters that are not the same on all. Collective."""
-    rows = collectives.gather_rows(mesh.data, _values_of(units, mesh.data.device))
+    rows = mesh.data.communicator.gather_rows(_values_of(units, mesh.data.device))
     are_parted = (rows != rows[0]).any(dim=0)
     num_parted = are_parted.sum().double().reshape(1)
     if mesh.model is not None:
-        num_parted = collectives.sum_scalars(mesh.model, num_parted)
+        num_parted = mesh.model.communicator.sum_scalars(num_parted)
     if num_parted.item():
         raise parted_error([unit.label for unit in units], are_parted.tolist())
 
@@ -329,7 +329,7 @@ def _unused_anywhere(units: list[FlatUnit], group: RankGroup) -> list[str]:
     flags = [used for unit in units if unit.grads is not None for used in unit.grads.used]
     if not names:  # on no rank of the group
         return []
-    are_used = on_any_rank(group, flags)
+    are_used = any_rank(group, flags)
     return [name for name, is_used in zip(names, are_used, strict=True) if not is_used]
 
 
@@ -410,15 +410,15 @@ def _step_behind_host(
     compared: units whose parameters are compared between ranks; of a difference the host learns with the norm.
     """
     squares = sum_of_squares(gradients, mesh.data)
-    rows = collectives.gather_rows(mesh.data, torch.cat([squares, _values_of(compared, squares.device)]))
+    rows = mesh.data.communicator.gather_rows(torch.cat([squares, _values_of(compared, squares.device)]))
     are_parted = (rows[:, 1:] != rows[0, 1:]).any(dim=0).double()
     known = torch.cat([rows[:, :1].sum(dim=0) / mesh.num_copies, are_parted.sum().reshape(1)])
     if mesh.model is not None:
-        known = collectives.sum_scalars(mesh.model, known)
+        known = mesh.model.communicator.sum_scalars(known)
     square = known[:1]
     labels = [unit.label for unit in compared]
     outcome = StepOutcome(
-        Readback(torch.cat([known, are_parted])), skips_overflow=policy.skips_overflow, compared=labels
+        AsyncHostCopy(torch.cat([known, are_parted])), skips_overflow=policy.skips_overflow, compared=labels
     )
     optimizer.step(device_scale(square, policy.max_grad_norm, skips_overflow=policy.skips_overflow), frozenset(unused))
     for unit in trained:
@@ -457,7 +457,7 @@ def _unused(trained: list[FlatUnit], policy: ZeroPolicy, mesh: ParallelMesh) -> 
     unused = _unused_anywhere(trained, mesh.data)
     is_refused = bool(unused) and not policy.accepts_unused
     if mesh.model is not None and not policy.accepts_unused:
-        [is_refused] = on_any_rank(mesh.model, [is_refused])
+        [is_refused] = any_rank(mesh.model, [is_refused])
     if is_refused:
         raise _unused_error(unused)
     return unused
@@ -543,4 +543,4 @@ def first_bad_gradient(units: list[FlatUnit], group: RankGroup) -> str | None:
             own.swap.drop()
         num_before += len(unit.layout.names)
     # With its name: ranks have other experts at one place.
-    return min(collectives.gather_objects(group, first))[1] or None
+    return min(group.communicator.gather_objects(first))[1] or None

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,11 +16,17 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from launcher.base.errors import EngineError, EngineRuntimeError
+from launcher.base.log import get_logger
+from launcher.comm.groups import RankGroup
+from launcher.optim.factory import replace_parameters
 from launcher.zero.construct import shard_parameter
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.leaves import external_parameters, get_z3_leaf_modules, set_tile
+from launcher.zero.marks import full_numel
 from launcher.zero.parameters import unit_params_of
-from launcher.zero.partition import full_numel
+from launcher.zero.stages import ZeroPolicy
+
+_MIN_TILE_NUMEL = 2**18  # gathering fewer at a time costs more than it saves
 
 
 def split_evenly(length: int, num_parts: int) -> list[int]:
@@ -232,6 +238,36 @@ def tile_large_layers(model: nn.Module, max_numel: int, max_tile_numel: int | No
             tiles = () if reason else _tile(module, param, max_tile_numel or max_numel)
             found.append(LargeLayer(full_name, param, numel, tiles, reason))
     return found
+
+
+def tile_to_fit(
+    model: nn.Module,
+    policy: ZeroPolicy,
+    group: RankGroup,
+    optimizer: Any,
+    model_parameters: Iterable[Any] | None,
+) -> Iterable[Any] | None:
+    """Tile the layers that alone are larger than `stage3_max_live_parameters`; rank 0 says which.
+
+    A tile has at most half of the bound, so that the next one is fetched while one is used. Tiles take the place of
+    their parameter in a client's optimizer, and in what is returned: `model_parameters`. Every rank must call it.
+    """
+    if not policy.stage.shards_parameters:
+        return model_parameters
+    bound = policy.parameters.max_live_numel
+    found = tile_large_layers(model, max(bound, _MIN_TILE_NUMEL), max(bound // 2, _MIN_TILE_NUMEL))
+    if group.rank == 0:
+        for layer in found:
+            get_logger().info("%s", _text(layer, bound))
+    tiles = {layer.param: layer.tiles for layer in found if layer.tiles}
+    return replace_parameters(optimizer, model_parameters, lambda param: tiles.get(param, (param,)))
+
+
+def _text(layer: LargeLayer, bound: int) -> str:
+    why = f"stage3_max_live_parameters is {bound:,}"
+    if not layer.tiles:
+        return f"note: {layer.name} has {layer.numel:,} elements and stays unsharded ({layer.reason}); {why}"
+    return f"tiled: {layer.name}, {layer.numel:,} elements, in {len(layer.tiles)} parts; {why}"
 
 
 def is_tiled(module: nn.Module) -> bool:

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
-from launcher.comm import collectives
 from launcher.comm.mesh import ParallelMesh
 from launcher.optim.api import ParamShard, UnitOptimizer
 from launcher.sharding.layout import ParamSlot, UnitLayout
@@ -299,7 +298,7 @@ class FlatUnit:
             return owned.to(self.group.device, copy=True)
         flat = torch.empty(self.layout.padded_numel, dtype=owned.dtype, device=self.group.device)
         flat[self.owned.start : self.owned.stop] = owned
-        collectives.all_gather(self.group, flat).wait()
+        self.group.communicator.all_gather(flat).wait()
         return flat
 
 
@@ -315,7 +314,7 @@ def lost_anywhere(own: EngineError | None, mesh: ParallelMesh) -> EngineError:
     if own is not None:
         [found] = own.diagnostics
         report = found.message, f"rank {mesh.world.rank}", found.hint
-    for reported in collectives.gather_objects(mesh.data, report):
+    for reported in mesh.data.communicator.gather_objects(report):
         if reported is not None:
             message, where, hint = reported
             return EngineError(message, where=where, hint=hint)

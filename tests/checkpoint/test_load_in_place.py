@@ -15,14 +15,14 @@ from torch import Tensor
 from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.source import StoredParam
 from launcher.checkpoint.load import _state_of
-from launcher.comm.backends import GlooCommunicator
+from launcher.comm.communicator import GlooCommunicator
 from launcher.sharding.layout import ParamInfo
 
 
 def _loaded(rank: int, world_size: int, folder: str, stage: int, kernel: str, hosts: int) -> list[str]:
     """Save, train on, and load. Returns what was not as it must be."""
     problems, reads, gathers = [], set(), []
-    real_read, real_gather = NativeSource.read, GlooCommunicator.all_gather
+    real_read, real_gather = NativeSource.read, GlooCommunicator._all_gather
 
     def read(source: NativeSource, key: str, name: str, start: int, out: Tensor) -> None:
         reads.add(out.data_ptr())
@@ -43,7 +43,7 @@ def _loaded(rank: int, world_size: int, folder: str, stage: int, kernel: str, ho
         expected = train(engine, 3)
         engine.synchronize_parameters()
         patch.setattr(NativeSource, "read", read)
-        patch.setattr(GlooCommunicator, "all_gather", gather)
+        patch.setattr(GlooCommunicator, "_all_gather", gather)
         engine.load_checkpoint(folder)
         problems += ["gathered"] * (bool(gathers) != (hosts > 1))
         optimizer = engine.optimizer.flat

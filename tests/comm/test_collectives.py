@@ -13,7 +13,7 @@ import torch.distributed as dist
 from harness.ranks import run_on_ranks
 
 from launcher.base.errors import EngineError
-from launcher.comm import collectives, pending
+from launcher.comm import pending
 from launcher.comm.device import DeviceRuntime
 from launcher.comm.groups import RankGroup, init_distributed, world_group
 
@@ -39,7 +39,7 @@ def _mean_of_large_halves(rank: int, world_size: int) -> float:
     """The sum of what the ranks hold overflows fp16, its mean does not."""
     flat = torch.full((world_size * CHUNK,), 60000.0, dtype=torch.float16)
     output = torch.empty(CHUNK, dtype=torch.float16)
-    collectives.reduce_scatter(world_group(), flat, output, 1.0 / world_size).wait()
+    world_group().communicator.reduce_scatter(flat, output, 1.0 / world_size).wait()
     return output.unique().item()
 
 
@@ -51,7 +51,7 @@ def test_a_mean_in_fp16_does_not_overflow(world_size: int) -> None:
 def _all_reduce_of_halves(rank: int, world_size: int) -> torch.Tensor:
     flat = torch.full((world_size * CHUNK,), -1.0)
     sent = contribution(rank, world_size, torch.bfloat16)
-    collectives.all_reduce(world_group(), flat, sent=sent).wait()
+    world_group().communicator.all_reduce(flat, sent=sent).wait()
     return flat
 
 
@@ -65,7 +65,7 @@ def test_what_is_sent_in_16_bits_is_summed_in_32(world_size: int) -> None:
 def _reduce_scatter(rank: int, world_size: int, dtype: torch.dtype, in_place: bool) -> torch.Tensor:
     flat = contribution(rank, world_size, dtype)
     output = flat.chunk(world_size)[rank] if in_place else torch.empty(CHUNK, dtype=dtype)
-    pending = collectives.reduce_scatter(world_group(), flat, output)
+    pending = world_group().communicator.reduce_scatter(flat, output)
     pending.wait()
     pending.wait()  # idempotent
     return output.clone()
@@ -81,7 +81,7 @@ def test_reduce_scatter_sums_in_rank_order(world_size: int, dtype: torch.dtype, 
 
 def _all_reduce(rank: int, world_size: int, dtype: torch.dtype) -> torch.Tensor:
     flat = contribution(rank, world_size, dtype)
-    collectives.all_reduce(world_group(), flat).wait()
+    world_group().communicator.all_reduce(flat).wait()
     return flat
 
 
@@ -95,7 +95,7 @@ def test_all_reduce_gives_every_rank_the_same_bits(world_size: int, dtype: torch
 def _all_gather(rank: int, world_size: int) -> torch.Tensor:
     flat = torch.full((world_size * CHUNK,), -1.0)
     flat.chunk(world_size)[rank].fill_(float(rank))
-    collectives.all_gather(world_group(), flat).wait()
+    world_group().communicator.all_gather(flat).wait()
     return flat
 
 
@@ -109,7 +109,7 @@ def test_all_gather_fills_in_every_chunk(world_size: int) -> None:
 def _several_in_flight(rank: int, world_size: int) -> list[torch.Tensor]:
     group = world_group()
     flats = [contribution(rank + 10 * number, world_size, torch.float32) for number in range(4)]
-    pending = [collectives.all_reduce(group, flat) for flat in flats]
+    pending = [group.communicator.all_reduce(flat) for flat in flats]
     for one in pending:
         one.wait()
     return flats
@@ -132,7 +132,7 @@ def _drain_what_is_not_held(rank: int, world_size: int, key: str) -> torch.Tenso
     store = torch.distributed.distributed_c10d._get_default_store()
     if rank == 1:
         store.wait([key])
-    collectives.all_gather(world_group(), flat)
+    world_group().communicator.all_gather(flat)
     gc.collect()
     if rank == 0:
         store.set(key, "about to drain")
@@ -151,9 +151,9 @@ def _held_after(rank: int, world_size: int) -> int:
     pending.drain()
     for dtype in (torch.float32, torch.bfloat16):
         flat = torch.zeros(world_size * CHUNK)
-        collectives.all_reduce(group, flat, sent=contribution(rank, world_size, dtype)).wait()
-        collectives.reduce_scatter(group, flat, torch.empty(CHUNK)).wait()
-        collectives.all_gather(group, flat).wait()
+        group.communicator.all_reduce(flat, sent=contribution(rank, world_size, dtype)).wait()
+        group.communicator.reduce_scatter(flat, torch.empty(CHUNK)).wait()
+        group.communicator.all_gather(flat).wait()
     held = len(pending._in_flight)
     pending.drain()  # waits for nothing a second time
     return held
@@ -166,8 +166,8 @@ def test_what_has_been_waited_for_is_not_held(world_size: int) -> None:
 
 def _scalars(rank: int, world_size: int) -> tuple[list[float], list[float]]:
     group = world_group()
-    summed = collectives.sum_scalars(group, torch.tensor([0.1 * rank, 1.0], dtype=torch.float64))
-    return summed.tolist(), collectives.gather_scalars(group, rank / 3)
+    summed = group.communicator.sum_scalars(torch.tensor([0.1 * rank, 1.0], dtype=torch.float64))
+    return summed.tolist(), group.communicator.gather_scalars(rank / 3)
 
 
 @WORLDS
@@ -184,7 +184,7 @@ def test_scalars(world_size: int) -> None:
 
 def _broadcast(rank: int, world_size: int) -> list[Any]:
     tensors = [torch.full((3,), rank, dtype=torch.float32), torch.full((2, 2), rank, dtype=torch.int64)]
-    collectives.broadcast(world_group(), tensors)
+    world_group().communicator.broadcast(tensors)
     return tensors
 
 
@@ -221,16 +221,16 @@ def _among_the_last_two(rank: int, world_size: int) -> dict[str, torch.Tensor]:
     group = RankGroup(rank - 1, 2, process_group, DeviceRuntime(torch.device("cpu")))
     found = {"reduce_scatter": torch.empty(CHUNK, dtype=torch.bfloat16), "all_gather": torch.zeros(2 * CHUNK)}
     flat = contribution(rank, 2, torch.bfloat16)
-    collectives.reduce_scatter(group, flat, found["reduce_scatter"]).wait()
+    group.communicator.reduce_scatter(flat, found["reduce_scatter"]).wait()
     found["all_gather"].chunk(2)[group.rank].fill_(float(rank))
-    collectives.all_gather(group, found["all_gather"]).wait()
+    group.communicator.all_gather(found["all_gather"]).wait()
     found["all_reduce"] = torch.zeros(2 * CHUNK)
-    collectives.all_reduce(group, found["all_reduce"], sent=flat).wait()
+    group.communicator.all_reduce(found["all_reduce"], sent=flat).wait()
     found["all_to_all"] = torch.empty(2 * CHUNK)
-    collectives.all_to_all(group, torch.full((2 * CHUNK,), float(rank)), found["all_to_all"]).wait()
+    group.communicator.all_to_all(torch.full((2 * CHUNK,), float(rank)), found["all_to_all"]).wait()
     found["broadcast"] = torch.full((4,), float(rank))
-    collectives.broadcast(group, [found["broadcast"]], source=1)
-    found["scalars"] = torch.tensor(collectives.gather_scalars(group, float(rank)))
+    group.communicator.broadcast([found["broadcast"]], source=1)
+    found["scalars"] = torch.tensor(group.communicator.gather_scalars(float(rank)))
     return found
 
 

@@ -10,8 +10,7 @@ from harness.collective import communicators, late_group
 from harness.ranks import run_on_ranks
 from torch import Tensor
 
-from launcher.comm import collectives
-from launcher.comm.groups import RankGroup, group_of_notices, world_group
+from launcher.comm.groups import RankGroup, group_of_flags, world_group
 from launcher.comm.mesh import subgroup
 
 CHUNK = 96
@@ -31,28 +30,28 @@ def _all_kinds(
     with communicators(kind):
         group = world_group()
         found["reduce_scatter"] = torch.empty(CHUNK, dtype=output_dtype)
-        collectives.reduce_scatter(group, values(rank, world_size, dtype), found["reduce_scatter"], scale).wait()
+        group.communicator.reduce_scatter(values(rank, world_size, dtype), found["reduce_scatter"], scale).wait()
         flat = values(rank, world_size, dtype)
         found["in place"] = flat.chunk(world_size)[rank]
-        collectives.reduce_scatter(group, flat, found["in place"], scale).wait()
+        group.communicator.reduce_scatter(flat, found["in place"], scale).wait()
         found["all_reduce"] = torch.empty(world_size * CHUNK, dtype=output_dtype)
         sent = values(rank, world_size, dtype)
-        collectives.all_reduce(group, found["all_reduce"], scale, sent=sent).wait()
+        group.communicator.all_reduce(found["all_reduce"], scale, sent=sent).wait()
         found["all_reduce in place"] = values(rank, world_size, dtype)
-        collectives.all_reduce(group, found["all_reduce in place"], scale).wait()
+        group.communicator.all_reduce(found["all_reduce in place"], scale).wait()
         found["all_gather"] = torch.empty(world_size * CHUNK, dtype=dtype)
-        collectives.all_gather(group, found["all_gather"], values(rank, 1, dtype)).wait()
+        group.communicator.all_gather(found["all_gather"], values(rank, 1, dtype)).wait()
         found["all_gather in place"] = values(rank, world_size, dtype)
-        collectives.all_gather(group, found["all_gather in place"]).wait()
+        group.communicator.all_gather(found["all_gather in place"]).wait()
         found["all_to_all"] = torch.empty(world_size * CHUNK, dtype=dtype)
-        collectives.all_to_all(group, values(rank, world_size, dtype), found["all_to_all"]).wait()
+        group.communicator.all_to_all(values(rank, world_size, dtype), found["all_to_all"]).wait()
         sends = [torch.full((peer,), float(rank)) for peer in range(world_size)]
         receives = [torch.empty(rank) for _ in range(world_size)]
-        collectives.exchange(group, sends, receives).wait()
+        group.communicator.exchange(sends, receives).wait()
         found["exchange"] = torch.cat(receives)
-        found["rows"] = collectives.gather_rows(group, torch.tensor([[rank, 1.0]], dtype=torch.float64))
+        found["rows"] = group.communicator.gather_rows(torch.tensor([[rank, 1.0]], dtype=torch.float64))
         found["broadcast"] = torch.full((2, 3), float(rank))
-        collectives.broadcast(group, [found["broadcast"]], source=1)
+        group.communicator.broadcast([found["broadcast"]], source=1)
         assert group.buffers.lent_bytes == 0
     return {name: tensor.clone() for name, tensor in found.items()}
 
@@ -76,7 +75,7 @@ def _part_of_a_large_sum(rank: int, world_size: int) -> float:
     output = torch.empty(CHUNK, dtype=torch.float16)
     with communicators("nccl"):
         flat = torch.full((world_size * CHUNK,), 6e4)
-        collectives.reduce_scatter(world_group(), flat, output, 0.1).wait()
+        world_group().communicator.reduce_scatter(flat, output, 0.1).wait()
     return output.unique().item()
 
 
@@ -95,7 +94,7 @@ def _misuse(rank: int, world_size: int, kind: str, how: str) -> Any:
     with late_group(kind):
         group, flat = group_and_flat()
         output = group.buffers.borrow(CHUNK, torch.float32).zero_()
-        pending = collectives.reduce_scatter(group, flat, output)
+        pending = group.communicator.reduce_scatter(flat, output)
         if how == "reads early":
             early = output.clone()
             pending.wait()
@@ -129,13 +128,13 @@ def test_the_late_double_finds(how: str, found: Any, kind: str) -> None:
 
 def _further_groups(rank: int, world_size: int) -> int:
     """Return how many process groups there are of the same ranks, for different purposes."""
-    world = world_group(has_reductions=True)
+    world = world_group(has_reduce_group=True)
     assert world.process_group is not None
     assert world.reduce_process_group is not None
     ranks = [list(range(world_size))]
-    found = [world.process_group, world.reduce_process_group, group_of_notices()]
+    found = [world.process_group, world.reduce_process_group, group_of_flags()]
     found += [subgroup(ranks, purpose) for purpose in ("one", "another", "one")]
-    assert world_group(has_reductions=True).reduce_process_group is world.reduce_process_group
+    assert world_group(has_reduce_group=True).reduce_process_group is world.reduce_process_group
     return len({id(group) for group in found})
 
 

@@ -18,11 +18,9 @@ from torch import nn
 import launcher
 from launcher.activation.rng import CudaRNGStatesTracker
 from launcher.base.errors import EngineError
-from launcher.comm.backends import GlooCommunicator, NcclCommunicator
-from launcher.comm.communicator import Alone
-from launcher.comm.device import DeviceRuntime, local_device, offset_seed
-from launcher.comm.groups import communicator_for, init_distributed, world_group
-from launcher.comm.host_memory import HostDeviceCopier
+from launcher.comm.communicator import GlooCommunicator, NcclCommunicator, SingleProcess, communicator_for
+from launcher.comm.device import DeviceRuntime, HostDeviceCopier, local_device, offset_seed
+from launcher.comm.groups import init_distributed, world_group
 from launcher.monitor.meters import MemoryUse, PhaseTimer, memory_use
 
 CPU = torch.device("cpu")
@@ -142,8 +140,8 @@ def test_cuda_is_named_only_where_nothing_else_is_meant() -> None:
     package = Path(launcher.__file__).parent
     naming = {path.name for path in package.rglob("*.py") if re.search(r"torch\.cuda\b|\bis_cuda\b", path.read_text())}
     # Versions of CUDA's libraries, names of NVIDIA's GPUs, Triton, cudaHostRegister, and what sentences call it.
-    versions, sentences = {"environment.py", "op_builders.py"}, {"accelerator.py", "device.py", "names.py"}
-    assert naming == versions | sentences | {"flops.py", "triton_kernels.py", "host_memory.py"}
+    versions, sentences = {"environment.py", "op_builders.py"}, {"accelerator.py", "names.py"}
+    assert naming == versions | sentences | {"flops.py", "triton_kernels.py", "device.py"}
 
 
 def test_more_ranks_than_gpus_are_an_error(gpus: Gpus) -> None:
@@ -197,7 +195,7 @@ def test_the_device_is_one_that_the_group_can_send(
 def test_the_backend_of_the_device_chooses_the_communicator(backends: dict[str, str], kind: type) -> None:
     """A group that torch made without the name of a backend has one for each type of device."""
     assert type(communicator_for(FakeGroup(backends), DeviceRuntime(CPU))) is kind  # type: ignore[arg-type]
-    assert type(communicator_for(None, DeviceRuntime(CPU))) is Alone
+    assert type(communicator_for(None, DeviceRuntime(CPU))) is SingleProcess
 
 
 def _default_backend(rank: int, world_size: int) -> str:

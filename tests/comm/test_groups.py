@@ -15,8 +15,8 @@ from harness.forked import run_ranks
 from harness.ranks import RankPool, run_on_ranks
 
 from launcher.base.errors import EngineError, UsageError
-from launcher.comm.groups import agree_on_group, has_own_reductions, world_group
-from launcher.comm.hosts import largest_of_hosts, node_sizes
+from launcher.comm.groups import agree_on_group, has_own_reduce_group, world_group
+from launcher.comm.hosts import host_all_reduce_max, node_sizes
 from launcher.comm.mesh import build_mesh, subgroup
 from launcher.sharding.mesh import MeshSizes
 
@@ -82,14 +82,14 @@ def test_a_group_that_one_rank_makes_while_the_others_train_ends_all_of_them(tmp
 
 def _exchange(rank: int, world_size: int) -> list[list[int]]:
     with runs_behind_host():
-        group = world_group(has_reductions=True)
+        group = world_group(has_reduce_group=True)
         assert group.host_process_group is not None
         if rank == 0:  # an exception has interrupted one exchange: what was sent then is never received
             group.host_process_group.send([torch.tensor([99])], 1, 0)
-        found = [largest_of_hosts(group, [rank + number]) for number in range(3)]
+        found = [host_all_reduce_max(group, [rank + number]) for number in range(3)]
         without = dataclasses.replace(group, host_process_group=None)
         with pytest.raises(EngineError, match="a group of 2 ranks has no process group of their hosts"):
-            largest_of_hosts(without, [rank])
+            host_all_reduce_max(without, [rank])
         return found
 
 
@@ -106,8 +106,10 @@ def _reductions(rank: int, world_size: int) -> list[bool]:
             patch.delenv("LAUNCH_REDUCE_GROUP", raising=False)
             if wanted is not None:
                 patch.setenv("LAUNCH_REDUCE_GROUP", wanted)
-            groups = world_group(has_reductions=True), build_mesh(world_group(), MeshSizes(2, tensor=2)).data
-            own = {group.reductions.process_group is not group.process_group for group in groups if group.process_group}
+            groups = world_group(has_reduce_group=True), build_mesh(world_group(), MeshSizes(2, tensor=2)).data
+            own = {
+                group.reduce_group.process_group is not group.process_group for group in groups if group.process_group
+            }
             found.append(own.pop())
             assert not own
     return found
@@ -120,7 +122,7 @@ def test_reductions_share_a_communicator_on_nccl_alone() -> None:
 def test_another_word_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LAUNCH_REDUCE_GROUP", "both")
     with pytest.raises(UsageError, match="'both' is neither own nor shared"):
-        has_own_reductions(torch.device("cpu"))
+        has_own_reduce_group(torch.device("cpu"))
 
 
 def _hosts_of(rank: int, world_size: int, sizes: MeshSizes) -> list[str]:
@@ -130,7 +132,7 @@ def _hosts_of(rank: int, world_size: int, sizes: MeshSizes) -> list[str]:
         groups = {name: getattr(mesh, name) for name in names}
         groups["of_experts"] = None if mesh.of_experts is None else mesh.of_experts.data
         for group in filter(None, groups.values()):
-            assert largest_of_hosts(group, [1]) == [1]
+            assert host_all_reduce_max(group, [1]) == [1]
     return [name for name, group in groups.items() if group is not None and group.world_size > 1]
 
 

@@ -17,7 +17,7 @@ from torch.utils.data import TensorDataset
 import launcher
 from launcher.base.errors import EngineError
 from launcher.checkpoint_files.folder import committed_in, latest_tag
-from launcher.comm.hosts import Agreement
+from launcher.comm.hosts import AsyncFlag
 
 Steps = dict[int, str]  # step -> loss, to the last bit
 
@@ -208,13 +208,13 @@ def test_a_script_that_saves_by_itself_asks_for_its_checkpoint(tmp_path: Path) -
 
 
 def agreed(rank: int, world_size: int) -> list[bool]:
-    agreement, found = Agreement(), []
+    flag, found = AsyncFlag(), []
     for round_number in range(4):
-        agreement.begin(holds=rank == 1 and round_number == 2)
-        found.append(agreement.result())
-    agreement.begin(holds=False)  # left open, as by an exception
-    agreement.begin(holds=False)
-    return [*found, agreement.result()]
+        flag.begin(is_set=rank == 1 and round_number == 2)
+        found.append(flag.result())
+    flag.begin(is_set=False)  # left open, as by an exception
+    flag.begin(is_set=False)
+    return [*found, flag.result()]
 
 
 def test_ranks_learn_in_the_same_round_what_one_of_them_knows() -> None:

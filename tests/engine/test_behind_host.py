@@ -24,7 +24,7 @@ from torch import Tensor, nn
 import launcher
 from launcher.base.errors import EngineError
 from launcher.comm.groups import world_group
-from launcher.comm.hosts import largest_of_hosts
+from launcher.comm.hosts import host_all_reduce_max
 from launcher.kernels import triton_kernels
 from launcher.kernels.api import Kernel
 from launcher.kernels.reference import ReferenceKernel
@@ -416,8 +416,8 @@ def test_hosts_know_that_ranks_parted_before_they_wait_for_the_device(more: dict
 
 def _largest(rank: int, world_size: int) -> list[int]:
     with runs_behind_host():
-        group = world_group(has_reductions=True)
-    return largest_of_hosts(group, [rank, -rank, 5, 2**32 - 1 if rank == 1 else 0])
+        group = world_group(has_reduce_group=True)
+    return host_all_reduce_max(group, [rank, -rank, 5, 2**32 - 1 if rank == 1 else 0])
 
 
 @pytest.mark.parametrize("world_size", [2, 3, 4])

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.base.errors import EngineError
-from launcher.comm.backends import GlooCommunicator
+from launcher.comm.communicator import GlooCommunicator
 from launcher.engine.casting import set_tf32
 from launcher.optim.scaling import MAX_OVERFLOWS_AT_MINIMUM
 
@@ -279,13 +279,13 @@ def test_complex_and_float64_buffers_stay_what_they_are(stage: int) -> None:
 def sent_dtypes() -> Iterator[set[torch.dtype]]:
     """Collect the types of what reductions send."""
     found: set[torch.dtype] = set()
-    original = GlooCommunicator.reduce_scatter
+    original = GlooCommunicator._reduce_scatter
 
     def recording(own: GlooCommunicator, flat: Tensor, output: Tensor, scale: float) -> Any:
         found.add(flat.dtype)
         return original(own, flat, output, scale)
 
-    with mock.patch.object(GlooCommunicator, "reduce_scatter", recording):
+    with mock.patch.object(GlooCommunicator, "_reduce_scatter", recording):
         yield found
 
 

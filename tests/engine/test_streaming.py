@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import launcher
 from launcher.base.errors import EngineError
-from launcher.comm import collectives
+from launcher.comm.communicator import Communicator
 from launcher.zero import GatheredParameters, Init
 
 WIDTH, NUM_BLOCKS, WORLD_SIZE = 64, 8, 2
@@ -97,12 +97,12 @@ def _initialize(rank: int, world_size: int, init: bool, offload: dict[str, Any])
     before = [StorageWeakRef(param.untyped_storage()) for param in model.parameters()]
     sent: list[tuple[int, int]] = []  # of each broadcast: elements, and parameters that had their own memory still
 
-    def broadcast(group: Any, tensors: list[Tensor], source: int = 0) -> None:
+    def broadcast(communicator: Communicator, tensors: list[Tensor], source: int = 0) -> None:
         sent.append((sum(tensor.numel() for tensor in tensors), sum(not one.expired() for one in before)))
-        collectives_broadcast(group, tensors, source)
+        communicator_broadcast(communicator, tensors, source)
 
-    collectives_broadcast = collectives.broadcast
-    with mock.patch.object(collectives, "broadcast", broadcast), _Device() as device:
+    communicator_broadcast = Communicator.broadcast
+    with mock.patch.object(Communicator, "broadcast", broadcast), _Device() as device:
         engine = launcher.initialize(model=model, config=given)[0]
     num_shards = 2 if offload else 1  # in host memory a 16-bit copy stands beside the master
     shards = num_shards * NUM_BLOCKS * UNIT_BYTES // world_size

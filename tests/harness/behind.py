@@ -12,8 +12,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from launcher.comm import hosts
-from launcher.comm.device import DeviceRuntime
-from launcher.comm.host_memory import HostDeviceCopier
+from launcher.comm.device import DeviceRuntime, HostDeviceCopier
 from launcher.kernels.api import Kernel
 from launcher.zero import step
 
@@ -28,7 +27,7 @@ def runs_behind_host(kernel: Kernel | str | None = "the host's own") -> Iterator
     kernel: of the device; None: it has none. The C++ kernel reads the scale: count waits with another one.
     """
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(DeviceRuntime, "runs_behind_host", True))
+        stack.enter_context(mock.patch.object(DeviceRuntime, "is_async_device", True))
         if not isinstance(kernel, str):
             for user in ("launcher.engine.build", "launcher.zero.owned_gradient"):
                 stack.enter_context(mock.patch(f"{user}.kernel_for", return_value=kernel))
@@ -59,10 +58,10 @@ class Waits(TorchDispatchMode):
             for name in WAITING:
                 original = getattr(torch.Tensor, name)
                 stack.enter_context(mock.patch.object(torch.Tensor, name, self._counted(name, original)))
-            for owner in (hosts.Readback, HostDeviceCopier):
-                name = "values" if owner is hosts.Readback else "synchronize"
+            for owner in (hosts.AsyncHostCopy, HostDeviceCopier):
+                name = "values" if owner is hosts.AsyncHostCopy else "synchronize"
                 stack.enter_context(mock.patch.object(owner, name, self._counted(name, getattr(owner, name))))
-            for user, name in ((step, "largest_of_hosts"), (hosts, "largest_of_hosts")):
+            for user, name in ((step, "host_all_reduce_max"), (hosts, "host_all_reduce_max")):
                 stack.enter_context(mock.patch.object(user, name, self._paused(getattr(user, name))))
             stack.enter_context(self)
             yield

@@ -12,56 +12,63 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from launcher.comm.backends import GlooCommunicator, NcclCommunicator
 from launcher.comm.buffers import BufferPool
-from launcher.comm.communicator import Alone, Communicator
+from launcher.comm.communicator import Communicator, GlooCommunicator, NcclCommunicator, SingleProcess, Transfer
 from launcher.comm.device import DeviceRuntime
 from launcher.comm.pending import Pending
 
-KINDS: dict[str, Callable[[Any, BufferPool], Communicator]] = {"gloo": GlooCommunicator, "nccl": NcclCommunicator}
+KINDS: dict[str, type[Communicator]] = {"gloo": GlooCommunicator, "nccl": NcclCommunicator}
 _POISON = 0xFF  # in every byte: a NaN of every floating-point type
 
 
-class LateCommunicator:
+class _Wrapper(Communicator):
+    """A communicator that has another one carry out the collectives."""
+
+    def __init__(self, inner: Communicator) -> None:
+        vars(self).update(vars(inner))  # its ranks and its device
+        self._inner = inner
+
+    def _start(self, transfers: list[Transfer]) -> list[dist.Work]:
+        return self._inner._start(transfers)
+
+
+class LateCommunicator(_Wrapper):
     """Results as late as a GPU's may come: when somebody waits for them. Until then there are NaNs in the outputs.
 
     Whoever reads an output too early gets other results. Inputs and outputs that have changed, or were given back,
     when somebody waits, are an error.
     """
 
-    def __init__(self, inner: Communicator) -> None:
-        self._inner = inner
-
-    def all_gather(self, flat: Tensor, own: Tensor) -> Pending:
+    def _all_gather(self, flat: Tensor, own: Tensor) -> Pending:
         result = torch.empty_like(flat)
-        return _late(self._inner.all_gather(result, own.clone()), [own], [(flat, result)])
+        return _late(self._inner._all_gather(result, own.clone()), [own], [(flat, result)])
 
-    def reduce_scatter(self, flat: Tensor, output: Tensor, scale: float) -> Pending:
+    def _reduce_scatter(self, flat: Tensor, output: Tensor, scale: float) -> Pending:
         result = torch.empty_like(output)
-        return _late(self._inner.reduce_scatter(flat.clone(), result, scale), [flat], [(output, result)])
+        return _late(self._inner._reduce_scatter(flat.clone(), result, scale), [flat], [(output, result)])
 
-    def all_reduce(self, flat: Tensor, sent: Tensor, scale: float) -> Pending:
+    def _all_reduce(self, flat: Tensor, sent: Tensor, scale: float) -> Pending:
         result = sent.clone()
         if sent is flat:
-            return _late(self._inner.all_reduce(result, result, scale), [], [(flat, result)])
+            return _late(self._inner._all_reduce(result, result, scale), [], [(flat, result)])
         result = torch.empty_like(flat)
-        pending = self._inner.all_reduce(result, sent.clone(), scale)
+        pending = self._inner._all_reduce(result, sent.clone(), scale)
         return _late(pending, [], [(flat, result), (sent, torch.full_like(sent, torch.nan))])
 
-    def all_to_all(self, flat: Tensor, output: Tensor) -> Pending:
+    def _all_to_all(self, flat: Tensor, output: Tensor) -> Pending:
         result = torch.empty_like(output)
-        return _late(self._inner.all_to_all(flat.clone(), result), [flat], [(output, result)])
+        return _late(self._inner._all_to_all(flat.clone(), result), [flat], [(output, result)])
 
-    def exchange(self, sends: list[Tensor], receives: list[Tensor]) -> Pending:
+    def _exchange(self, sends: list[Tensor], receives: list[Tensor]) -> Pending:
         results = [torch.empty_like(target) for target in receives]
-        pending = self._inner.exchange([tensor.clone() for tensor in sends], results)
+        pending = self._inner._exchange([tensor.clone() for tensor in sends], results)
         return _late(pending, sends, list(zip(receives, results, strict=True)))
 
-    def gather_rows(self, values: Tensor) -> Tensor:
-        return self._inner.gather_rows(values)
+    def _gather_rows(self, values: Tensor) -> Tensor:
+        return self._inner._gather_rows(values)
 
-    def broadcast(self, tensors: list[Tensor], source: int) -> None:
-        self._inner.broadcast(tensors, source)
+    def _broadcast(self, tensors: list[Tensor], source: int) -> None:
+        self._inner._broadcast(tensors, source)
 
 
 def _late(pending: Pending, inputs: list[Tensor], outputs: list[tuple[Tensor, Tensor]]) -> Pending:
@@ -85,18 +92,24 @@ def _bytes_of(tensor: Tensor) -> Tensor:
     return tensor.detach().view(torch.uint8)
 
 
-class CountingCommunicator:
+def _counted(name: str) -> Callable[..., Any]:
+    def carry_out(communicator: CountingCommunicator, *args: Any) -> Any:
+        communicator.counts[name] += 1
+        return getattr(communicator._inner, f"_{name}")(*args)
+
+    return carry_out
+
+
+class CountingCommunicator(_Wrapper):
     """Counts the collectives by name."""
 
     def __init__(self, inner: Communicator, counts: Counter[str]) -> None:
-        self._inner, self._counts = inner, counts
+        super().__init__(inner)
+        self.counts = counts
 
-    def __getattr__(self, name: str) -> Any:
-        def counted(*args: Any) -> Any:
-            self._counts[name] += 1
-            return getattr(self._inner, name)(*args)
-
-        return counted
+    _reduce_scatter, _all_gather = _counted("reduce_scatter"), _counted("all_gather")
+    _all_reduce, _all_to_all = _counted("all_reduce"), _counted("all_to_all")
+    _exchange, _gather_rows, _broadcast = _counted("exchange"), _counted("gather_rows"), _counted("broadcast")
 
 
 @contextlib.contextmanager
@@ -104,7 +117,7 @@ def communicators(kind: str, wrap: Callable[[Communicator], Any] = lambda inner:
     """Give groups made within this block communicators of a kind, as `wrap` returns them."""
 
     def chosen(process_group: dist.ProcessGroup | None, runtime: DeviceRuntime) -> Any:
-        return wrap(Alone() if process_group is None else KINDS[kind](process_group, runtime.buffers))
+        return wrap((SingleProcess if process_group is None else KINDS[kind])(process_group, runtime))
 
     with mock.patch("launcher.comm.groups.communicator_for", chosen):
         yield

@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from launcher.comm.host_memory import HostDeviceCopier
+from launcher.comm.device import HostDeviceCopier
 from launcher.comm.streams import PASSED, StreamEvent, Streams
 from launcher.kernels.api import Span
 from launcher.kernels.reference import ReferenceKernel

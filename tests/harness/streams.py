@@ -28,9 +28,10 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from launcher.comm import backends
+from launcher.comm import communicator
 from launcher.comm.buffers import BufferPool
-from launcher.comm.host_memory import HostDeviceCopier
+from launcher.comm.communicator import Communicator
+from launcher.comm.device import HostDeviceCopier
 from launcher.comm.streams import Side, StreamEvent
 from launcher.kernels.api import Span
 from launcher.kernels.reference import ReferenceKernel
@@ -370,9 +371,10 @@ def _pool_for(model: StreamModel) -> type[BufferPool]:
 
 
 def _late_collectives(model: StreamModel) -> Iterator[Any]:
+    rows_of = Communicator._gather_rows
     gather, scatter, reduce, exchange = (
-        backends.all_gather_single,
-        backends.reduce_scatter_single,
+        communicator.all_gather_single,
+        communicator.reduce_scatter_single,
         dist.all_reduce,
         dist.all_to_all_single,
     )
@@ -402,9 +404,14 @@ def _late_collectives(model: StreamModel) -> Iterator[Any]:
         def __getattr__(self, name: str) -> Any:
             return {"all_reduce": all_reduce, "all_to_all_single": all_to_all}.get(name) or getattr(dist, name)
 
-    yield mock.patch("launcher.comm.backends.all_gather_single", all_gather)
-    yield mock.patch("launcher.comm.backends.reduce_scatter_single", reduce_scatter)
-    yield mock.patch("launcher.comm.backends.dist", Dist())
+    def gather_rows(own: Communicator, values: Tensor) -> Tensor:  # is waited for at once, by whoever begins it
+        with mock.patch("launcher.comm.communicator.all_gather_single", gather):
+            return rows_of(own, values)
+
+    yield mock.patch.object(Communicator, "_gather_rows", gather_rows)
+    yield mock.patch("launcher.comm.communicator.all_gather_single", all_gather)
+    yield mock.patch("launcher.comm.communicator.reduce_scatter_single", reduce_scatter)
+    yield mock.patch("launcher.comm.communicator.dist", Dist())
 
 
 def _disk_hooks(model: StreamModel) -> Iterator[Any]:

@@ -242,7 +242,7 @@ def case_reads(folder: Path) -> dict[str, list[int]]:
     from harness.behind import Waits
 
     import launcher
-    from launcher.comm import collectives
+    from launcher.comm.communicator import Communicator
     from launcher.compat.ulysses import SequenceLoader
 
     engine = launcher.initialize(model=model_of(), config=_sgd())[0]
@@ -256,7 +256,7 @@ def case_reads(folder: Path) -> dict[str, list[int]]:
         group: Any = dist.group.WORLD
         return next(iter(SequenceLoader([batch], group.rank(), group, group.size())))
 
-    found = {}
+    found, gather_rows = {}, Communicator.gather_rows
     for name, given in {
         "made here": part,
         "made by a loader": loaded(whole),
@@ -267,7 +267,8 @@ def case_reads(folder: Path) -> dict[str, list[int]]:
         "two documents of a loader": loaded(documents),
     }.items():
         waits = Waits()
-        with mock.patch.object(collectives, "gather_rows", wraps=collectives.gather_rows) as gathers, waits.counting():
+        counted = mock.patch.object(Communicator, "gather_rows", autospec=True, side_effect=gather_rows)
+        with counted as gathers, waits.counting():
             engine(**given)
         found[name] = [gathers.call_count, waits.counts.total()]
     engine.destroy()

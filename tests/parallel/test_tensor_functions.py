@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from launcher.comm import collectives
+from launcher.comm.communicator import Communicator
 from launcher.comm.groups import world_group
 from launcher.comm.pending import Pending
 from launcher.parallel.tensor import functions
@@ -100,7 +100,7 @@ def _column(rank: int, world_size: int, is_transposed: bool, frozen: str) -> dic
     hidden = x * 2
     y, copied = functions.column_linear(hidden, weights[0], biases[0], group, is_transposed=is_transposed)
     other = functions.linear(copied, weights[1], biases[1], is_transposed=is_transposed)
-    begin, wait = collectives.all_reduce, Pending.wait
+    begin, wait = Communicator.all_reduce, Pending.wait
 
     def begun(*args: Any, **named: Any) -> Pending:
         order.append("begin")
@@ -110,7 +110,7 @@ def _column(rank: int, world_size: int, is_transposed: bool, frozen: str) -> dic
         order.append("wait")
         wait(pending)
 
-    with mock.patch.object(collectives, "all_reduce", begun), mock.patch.object(Pending, "wait", waited):
+    with mock.patch.object(Communicator, "all_reduce", begun), mock.patch.object(Pending, "wait", waited):
         (y.sin().sum() + other.cos().sum()).backward()
     grads = [tensor.grad for tensor in (x, *weights, *biases)]
     return {"outputs": (y.detach(), other.detach()), "grads": grads, "order": order}

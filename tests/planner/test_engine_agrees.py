@@ -17,7 +17,7 @@ from harness.ranks import run_on_ranks
 from harness.streams import modelled_streams
 from torch import nn
 
-from launcher.comm.host_memory import HostDeviceCopier, PinnedMemory
+from launcher.comm.device import HostDeviceCopier, PinnedMemory
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
 from launcher.config.policies import zero_policy

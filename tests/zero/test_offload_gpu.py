@@ -9,7 +9,7 @@ import torch
 from harness.zoo import LR, WEIGHT_DECAY, batches, build
 
 import launcher
-from launcher.comm.host_memory import HostDeviceCopier
+from launcher.comm.device import HostDeviceCopier
 from launcher.comm.streams import Side, streams_of
 from launcher.zero.access import safe_get_full_grad, safe_get_full_optimizer_state
 

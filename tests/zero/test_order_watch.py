@@ -271,7 +271,7 @@ def test_a_device_holds_its_rank_against_a_host_that_waits() -> None:
 
 
 def test_hosts_that_are_in_different_calls_for_a_minute_are_stuck() -> None:
-    name = "3/largest_of_hosts"
+    name = "3/host_all_reduce_max"
     here, there = (waits({name: number}, {name: number}, lasts_s=61.0, what="[1, 0]") for number in (5, 6))
     assert stuck_exchanges({0: here, 1: there, 2: there}, 60.0) == {
         0: "[1, 0] in call 5",

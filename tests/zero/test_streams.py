@@ -19,7 +19,7 @@ from harness.streams import COMPUTING, ModelEvent, ModelStreams, StreamModel, mo
 
 import launcher
 from launcher.comm.buffers import BufferPool
-from launcher.comm.host_memory import HostDeviceCopier
+from launcher.comm.device import HostDeviceCopier
 from launcher.comm.streams import PASSED, Side
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.owned_gradient import OwnedGradient

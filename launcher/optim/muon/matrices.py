@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.kernels.api import Span
 from launcher.optim.api import ParamShard
@@ -165,5 +164,5 @@ def _exchange(
     """
     outgoing = [torch.cat([like.new_empty(0), *tensors]) for tensors in sends]
     incoming = [like.new_empty(sum(of_source)) for of_source in sizes]
-    collectives.exchange(ranks, outgoing, incoming).wait()
+    ranks.communicator.exchange(outgoing, incoming).wait()
     return [flat.split(list(of_source)) for flat, of_source in zip(incoming, sizes, strict=True)]

@@ -28,7 +28,6 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.parallel.expert.share import ExpertShare
 
@@ -104,7 +103,7 @@ def _route(experts: Tensor, share: ExpertShare) -> tuple[_Route, Tensor]:
     # [ranks, 1 + experts of a rank]: rows, and those of each expert.
     sent = torch.cat([is_sent.sum(1, keepdim=True), of_expert[:-1].view(num_ranks, -1)], 1)
     received = torch.empty_like(sent)
-    collectives.all_to_all(group, sent.view(-1), received.view(-1)).wait()
+    group.communicator.all_to_all(sent.view(-1), received.view(-1)).wait()
     to_ranks, from_ranks = torch.stack([sent, received]).tolist()
     num_sent, num_received = ([counts[0] for counts in each] for each in (to_ranks, from_ranks))
     sizes = [sum(counts) for counts in list(zip(*from_ranks, strict=True))[1:]]
@@ -127,7 +126,7 @@ def _exchange(rows: Tensor, group: RankGroup, num_sent: Sequence[int], num_recei
     width = rows.shape[1:].numel()
     sends = list(rows.view(-1).split([count * width for count in num_sent]))
     receives = list(output.view(-1).split([count * width for count in num_received]))
-    collectives.exchange(group, sends, receives).wait()
+    group.communicator.exchange(sends, receives).wait()
     return output
 
 
@@ -191,7 +190,7 @@ class _SwapChunks(torch.autograd.Function):
 def _swapped(x: Tensor, group: RankGroup) -> Tensor:
     x = x.contiguous()
     output = torch.empty_like(x)
-    collectives.all_to_all(group, x.view(-1), output.view(-1)).wait()
+    group.communicator.all_to_all(x.view(-1), output.view(-1)).wait()
     return output
 
 

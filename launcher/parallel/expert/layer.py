@@ -12,10 +12,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from launcher.base.errors import EngineAssertionError, EngineError
-from launcher.comm import collectives
 from launcher.comm.device import DeviceRuntime, local_device
 from launcher.comm.groups import RankGroup, init_distributed, world_group
-from launcher.comm.hosts import largest_of_hosts
+from launcher.comm.hosts import host_all_reduce_max
 from launcher.comm.mesh import expert_group
 from launcher.config.equations import divisors
 from launcher.parallel.expert.exchange import at_experts, output_of, run_each, swap_chunks
@@ -279,9 +278,9 @@ def _group_of_experts(ep_size: int) -> RankGroup:
 
 def _largest(group: RankGroup, number: int) -> int:
     """Return the largest of all ranks' numbers; no device is waited for. Collective."""
-    if group.runtime.runs_behind_host:
-        return largest_of_hosts(group, [number])[0]
-    return int(max(collectives.gather_scalars(group, float(number))))
+    if group.runtime.is_async_device:
+        return host_all_reduce_max(group, [number])[0]
+    return int(max(group.communicator.gather_scalars(float(number))))
 
 
 def _refuse(*, use_tutel: bool, enable_expert_tensor_parallelism: bool) -> None:
@@ -314,5 +313,5 @@ def _check(num_experts: int, ep_size: int, k: int, noisy_gate_policy: str | None
         )
 
 
-def _listed(numbers: list[int]) -> str:
+def _listed(numbers: Sequence[int]) -> str:
     return ", ".join(map(str, numbers))

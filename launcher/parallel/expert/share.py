@@ -15,7 +15,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 
 _SHARE = "_launch_expert_share"
@@ -111,7 +110,7 @@ def values_of_others(tensor: Tensor, share: ExpertShare) -> list[Tensor]:
     """
     own = tensor.detach().to(share.group.device).contiguous().view(-1)
     flat = own.new_empty(share.group.world_size * own.numel())
-    collectives.all_gather(share.group, flat, own).wait()
+    share.group.communicator.all_gather(flat, own).wait()
     return [part.view(tensor.shape) for part in flat.chunk(share.group.world_size)]
 
 

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from launcher.base.errors import EngineError
-from launcher.comm import collectives
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.equations import divisors
 from launcher.config.schema_parallel import ExpertParallel
@@ -282,7 +281,7 @@ def _check(mixture: _Mixture, num_ranks: int) -> None:
 def _of_rank_0(param: nn.Parameter, mesh: ParallelMesh) -> Tensor:
     """Return rank 0's values of a parameter, on the device. Collective."""
     whole = param.data.to(mesh.data.device)
-    collectives.broadcast(mesh.data, [whole])
+    mesh.data.communicator.broadcast([whole])
     return whole
 
 

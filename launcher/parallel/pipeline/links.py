@@ -27,7 +27,6 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from launcher.base.errors import EngineError
-from launcher.comm import collectives
 from launcher.comm.communicator import Transfer
 from launcher.comm.groups import RankGroup
 from launcher.comm.pending import Pending
@@ -68,12 +67,12 @@ class Links:
         """group: the ranks of one pipeline. links: groups of the same ranks for transfers. Every rank must call it."""
         self.group = group
         self._links = tuple(links) or (group,)
-        self._hosts = group.host_process_group or group.process_group
+        self._hosts = group.host_group
         self._rank_of = rank_of
         # NCCL connects the ranks of a group in its first collective, which must not be a transfer between two of them:
         # see the documentation of `torch.distributed.batch_isend_irecv`.
         for each in dict.fromkeys((group, *self._links)):
-            collectives.gather_scalars(each, 0.0)
+            each.communicator.gather_scalars(0.0)
         self._facts: dict[tuple[int, int], tuple[TensorFacts, ...]] = {}  # by receiving stage and signature
         self._sends: deque[tuple[Pending, list[Tensor]]] = deque()
 
@@ -170,7 +169,7 @@ class Links:
 
     def _drop_sent(self) -> None:
         """Free the tensors of sends that the device has ended: each may be as large as a micro-batch's activations."""
-        while self.group.runtime.runs_behind_host and self._sends and self._sends[0][0].has_arrived:
+        while self.group.runtime.is_async_device and self._sends and self._sends[0][0].has_arrived:
             self._sends.popleft()[0].wait()
 
     def _send(self, tensors: Sequence[Tensor], to_stage: int) -> None:

@@ -12,7 +12,6 @@ from torch.distributed import ProcessGroup
 from torch.nn import functional as F
 
 from launcher.base.errors import EngineError
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.parallel.sequence.exchange import sequence_ranks
 from launcher.parallel.sequence.positions import made_positions
@@ -119,7 +118,7 @@ class _MeanOverRanks(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, loss: Tensor, num_tokens: Tensor, ranks: RankGroup) -> Tensor:
         own = torch.where(num_tokens > 0, loss.double() * num_tokens, 0.0)
-        rows = collectives.gather_rows(ranks, torch.stack([own, num_tokens.double()]))
+        rows = ranks.communicator.gather_rows(torch.stack([own, num_tokens.double()]))
         total, counted = rows.sum(dim=0).unbind()
         counted = counted.clamp(min=1.0)
         ctx.share = ranks.world_size * num_tokens / counted

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from launcher.base.errors import EngineAssertionError, EngineError
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup, world_group
 from launcher.comm.mesh import current_mesh
 from launcher.zero.compiled import outside_graphs
@@ -106,7 +105,7 @@ def _exchanged(group: RankGroup, cut_dim: int, join_dim: int, tensors: Sequence[
     received = torch.empty_like(sent)
     for part, columns in zip(parts, sent.split(sizes, dim=1), strict=True):
         columns.unflatten(1, part.shape[1:]).copy_(part)
-    collectives.all_to_all(group, sent.view(-1), received.view(-1)).wait()
+    group.communicator.all_to_all(sent.view(-1), received.view(-1)).wait()
     joined = []
     for part, columns in zip(parts, received.split(sizes, dim=1), strict=True):
         place = join_dim % (part.dim() - 1)
@@ -134,7 +133,7 @@ def sequence_ranks(group: ProcessGroup | None = None) -> RankGroup | None:
     if group.size() == 1:
         return None
     if group not in _named:
-        _named[group] = (world_group() if mesh is None else mesh.world).of_ranks(group)
+        _named[group] = (world_group() if mesh is None else mesh.world).subset(group)
     return _named[group]
 
 

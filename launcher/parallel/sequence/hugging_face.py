@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from launcher.base.errors import EngineError
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.parallel.sequence.exchange import check_heads, gather_heads, scatter_heads
 from launcher.parallel.sequence.positions import OwnPositions, are_made_positions
@@ -209,7 +208,7 @@ class _BeforeForward:
         sent = [value.to(torch.int64).expand(size, length) for value in known.values() if value is not None]
         rows: list[Tensor] = []
         if sent:
-            of_ranks = collectives.gather_rows(self._ranks, torch.stack(sent))
+            of_ranks = self._ranks.communicator.gather_rows(torch.stack(sent))
             rows = list(of_ranks.permute(1, 2, 0, 3).flatten(2))
         is_token = None if mask is None else rows.pop() != 0
         if rows:

@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup
 from launcher.comm.pending import Pending
 from launcher.zero.marks import split_of
@@ -97,7 +96,7 @@ class _Sum:
     def begin(self, grad: Tensor) -> Tensor:
         """Return the memory in which the sum will be. A gradient that is contiguous is overwritten."""
         flat, result = _flat(grad, self.group)
-        self._pending = collectives.all_reduce(self.group, flat)
+        self._pending = self.group.communicator.all_reduce(flat)
         if not self.has_end:
             self.end()
         return result
@@ -155,7 +154,7 @@ class _SumOverRanks(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: RankGroup) -> Tensor:
         ctx.mark_dirty(x)
         flat, result = _flat(x, group)
-        collectives.all_reduce(group, flat).wait()
+        group.communicator.all_reduce(flat).wait()
         if result.data_ptr() != x.data_ptr():
             x.copy_(result)
         return x
@@ -182,7 +181,7 @@ def gathered(part: Tensor, group: RankGroup, blocks: Sequence[int], dim: int = -
     """Return the whole of what every rank holds `own_part` of. Collective."""
     own = part.contiguous().view(-1)
     flat = own.new_empty(group.world_size * own.numel())
-    collectives.all_gather(group, flat, own).wait()
+    group.communicator.all_gather(flat, own).wait()
     rows = [row.view(part.shape) for row in flat.chunk(group.world_size)]
     parts, start = [], 0
     for block in blocks:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.comm.groups import RankGroup
+from launcher.config.equations import divisors
 from launcher.parallel.tensor import names
 
 QUERY_HEADS = ("num_attention_heads", "num_heads", "n_heads", "n_head", "nhead")
@@ -54,7 +56,7 @@ def check_heads(name: str, counts: Mapping[str, int], num_ranks: int) -> None:
             f"{num_ranks} ranks of one layer do not divide {shown}: each rank computes whole heads",
             where=name,
             hint="use a tensor-parallel size that divides all of them"
-            f" ({', '.join(str(size) for size in _divisors(counts))})",
+            f" ({', '.join(map(str, divisors(math.gcd(*counts.values()))))})",
         )
 
 
@@ -119,10 +121,6 @@ def _text_config(model: nn.Module) -> Any:
     config = getattr(model, "config", None)
     get = getattr(config, "get_text_config", None)
     return get() if callable(get) else config
-
-
-def _divisors(counts: Mapping[str, int]) -> list[int]:
-    return [size for size in range(1, min(counts.values()) + 1) if all(count % size == 0 for count in counts.values())]
 
 
 def is_attention_input(name: str) -> bool:

@@ -14,7 +14,6 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
-from launcher.comm import collectives
 from launcher.comm.groups import RankGroup, init_distributed, is_first_rank, world_group
 from launcher.comm.mesh import subgroup
 from launcher.config.load import load_config
@@ -116,7 +115,7 @@ def _splits(model: nn.Module, found: ModelPlan, group: RankGroup) -> dict[nn.Par
 def _take_part(param: nn.Parameter, split: TensorSplit | None, group: RankGroup) -> None:
     """Give a parameter rank 0's values, or this rank's part of them. One parameter is whole at a time."""
     whole: Tensor = param.data.to(group.device)
-    collectives.broadcast(group, [whole])
+    group.communicator.broadcast([whole])
     if split is not None:
         param.data = slice_of(whole, split).to(param.device)
         param.grad = None
@@ -195,7 +194,7 @@ def _leave_fused_kernels(parent: nn.Module) -> None:
 def _summed(grad: Tensor, group: RankGroup) -> Tensor:
     flat = grad.new_zeros((grad.numel() + group.world_size - 1) // group.world_size * group.world_size)
     flat[: grad.numel()].copy_(grad.reshape(-1))
-    collectives.all_reduce(group, flat).wait()
+    group.communicator.all_reduce(flat).wait()
     return flat[: grad.numel()].view(grad.shape)
 
 
@@ -250,4 +249,4 @@ def tensor_group(tp_size: int) -> RankGroup:
     if tp_size == 1 or world.process_group is None:
         return RankGroup(0, 1, None, world.runtime)
     sizes = MeshSizes(world.world_size // tp_size, tensor=tp_size)
-    return world.of_ranks(subgroup(sizes.ranks_along("tensor"), "tensor"))
+    return world.subset(subgroup(sizes.ranks_along("tensor"), "tensor"))
