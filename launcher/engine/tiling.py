@@ -10,7 +10,7 @@ from torch import nn
 
 from launcher.base.log import get_logger
 from launcher.comm.groups import RankGroup
-from launcher.zero.stages import ZeroPolicy
+from launcher.config.policies import ZeroPolicy
 from launcher.zero.tiling import LargeLayer, tile_large_layers
 
 MIN_TILE_NUMEL = 2**18  # gathering fewer at a time costs more than it saves
