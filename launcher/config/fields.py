@@ -15,6 +15,24 @@ from typing import Annotated, Any, ClassVar, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
+KeyPath = tuple[str | int, ...]  # the names of sections and of a key, and places in lists
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to say about the key at `path`."""
+
+    path: KeyPath
+    message: str
+    hint: str | None = None
+    at_key: bool = False  # it is about the key itself, not its value
+    is_refusal: bool = False  # the config is sound, this release does not do what it asks for
+    is_asserted: bool = False  # DeepSpeed asserts it: keys that do not fit together, batch sizes
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(str(part) for part in self.path)
+
 
 class Auto(str):
     """The type of the value `"auto"`: decided at start by `config.auto`, which says what it became.
@@ -34,7 +52,7 @@ class Support(Enum):
     WORKS = "works"
     AT_STAGE_3 = "works at stage 3"  # setting it at another stage is reported at start
     WITH_NVME = "works with offload to nvme"  # setting it without is reported at start
-    RENAMED = "works under its new name"  # `config.normalise` turns it into that one
+    RENAMED = "works under its new name"  # `config.check` turns it into that one
     INERT = "accepted without effect here"  # setting it is reported at start
     UNSUPPORTED = "not supported"  # setting it to anything but its default, or a section that is on, is an error
 
@@ -148,7 +166,7 @@ def _error(expected: str, value: Any) -> PydanticCustomError:
 
 
 class _Rounded:
-    """Marks the type of a key that `config.normalise` rounds to an integer."""
+    """Marks the type of a key that `config.check` rounds to an integer."""
 
 
 def _checked(expected: str, convert: Callable[[Any], Any]) -> PlainValidator:
