@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainValidator, create_model
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import nullable_schema
 
 KeyPath = tuple[str | int, ...]  # the names of sections and of a key, and places in lists
 
@@ -92,6 +93,8 @@ def unsupported(instead: str, *, is_off: Callable[[Any], bool] | None = None) ->
 def key(default: Any, doc: str, status: Status | None = None, *, alias: tuple[str, ...] = ()) -> Any:
     """Declare a key. A section is its own default when `default` is its class. None: the section's status."""
     extra: Any = {"status": status, "aliases": alias}
+    if isinstance(default, Unused):
+        default = default.section
     if isinstance(default, type) and issubclass(default, Section):
         return Field(default_factory=default, description=doc, json_schema_extra=extra)
     if isinstance(default, list | dict):
@@ -119,8 +122,9 @@ def status_of(section: type[Section], name: str) -> Status:
 
 def section_of(parent: type[Section], name: str) -> type[Section] | None:
     """Return the section class of a key, None when it holds a plain value."""
-    annotation = parent.model_fields[name].annotation
-    for candidate in (annotation, *get_args(annotation)):
+    field = parent.model_fields[name]
+    unused = [each.section for each in field.metadata if isinstance(each, Unused)]
+    for candidate in (*unused, field.annotation, *get_args(field.annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
     return None
@@ -329,3 +333,49 @@ def _weight_shape(value: Any) -> list[Any] | None:
     if any(entry in (0, []) for entry in sizes) or sum(isinstance(entry, list) for entry in sizes) > 1:
         raise ValueError
     return sizes
+
+
+# ---- sections without effect ----
+
+
+class Unused:
+    """A section that this release does nothing with; `Annotated[Section, row]` is the type of the key that holds it.
+
+    Its keys are known all the same: names, types and defaults, so that a config that is wrong there is wrong here.
+    """
+
+    def __init__(self, name: str, status: Status, switch: Status | None = None, /, **keys: Any) -> None:
+        """status: of the keys. switch: of the first key, without which all others are off; None: there is no such key.
+
+        keys: the default, whose type says what else it may be; a tuple of choices, the default first; a type, whose
+        default is null; a type and a default; or a section inside.
+        """
+        fields: dict[str, Any] = {}
+        for at, (each, value) in enumerate(keys.items()):
+            kind, default = _kind_and_default(value)
+            fields[each] = kind, key(default, f"a setting of {name}", switch if at == 0 else None)
+        self.section: type[Section] = create_model(name, __base__=Section, __module__=__name__, **fields)
+        self.section.status = status
+        self.section.switch = None if switch is None else (next(iter(keys)), False)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return nullable_schema(handler.generate_schema(self.section))
+
+
+# The first that fits: True is an int, too.
+_KIND_OF_DEFAULT = ((bool, Flag), (int, PositiveInt), (float, Fraction), (str, Text), (list, IntList), (dict, Mapping_))
+
+
+def _kind_and_default(value: Any) -> tuple[Any, Any]:
+    if isinstance(value, Unused):
+        return Annotated[Section, value], value
+    if hasattr(value, "__metadata__"):  # a type, as they are above: Annotated[...]
+        return value, None
+    if isinstance(value, tuple) and hasattr(value[0], "__metadata__"):
+        kind, default = value
+        return kind, default
+    if isinstance(value, tuple):
+        options = [option for option in value if option is not None]
+        return Annotated[str | None if None in value else str, choice(*options, null=None in value)], value[0]
+    kind = next(kind for of_default, kind in _KIND_OF_DEFAULT if isinstance(value, of_default))
+    return Count if kind is PositiveInt and value == 0 else kind, value

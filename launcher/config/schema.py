@@ -145,7 +145,6 @@ _ONE_GATHER = inert("a unit is gathered in one collective, which is never slower
 _UNIT_GATHER = inert("what is gathered at once is a unit; reduce_bucket_size bounds it below stage 3")
 _ONE_CALL_EACH = inert("each request is one system call of a thread")
 _THROUGH_HOST = inert("what is on disk goes through host memory")
-_ZEROPP = unsupported("quantized communication is not in this release; remove the key")
 
 
 class OffloadParam(Section):
@@ -180,31 +179,6 @@ class OffloadOptimizer(Section):
     cpuadam_cores_perc: Fraction = key(1.0, "part of a rank's cores that update states")
     delayed_update: Flag = key(False, "update beside the next forward and backward, whose weights are one step behind")
     delayed_update_warmup_steps: Count = key(40, "first steps that are not delayed")
-
-
-class ZenFlow(Section):
-    """`zenflow`: stall-free offload that updates the most important gradients first."""
-
-    status = unsupported("remove the section")
-
-    topk_ratio: Fraction = key(0.1, "part of the gradients updated at once")
-    select_strategy: Annotated[str, choice("auto", "step", "epoch")] = key("auto", "what the selection interval counts")
-    select_interval: PositiveInt = key("auto", "how often gradients are selected anew")
-    update_interval: PositiveInt = key("auto", "how often the others are updated")
-    overlap_step: Flag = key(False, "update beside the next steps")
-    offload: Flag = key(False, "keep selected states in host memory too")
-    auto_ratio: Fraction = key(0.99, "threshold of the automatic interval")
-    full_warm_up_rounds: Count = key(0, "first steps that update everything")
-    pt_reserved_cores_perc: Fraction = key(0.5, "part of the cores left to PyTorch")
-
-
-class LocoParam(Section):
-    """`zeropp_loco_param`: error feedback of quantized gradients."""
-
-    status = _ZEROPP
-
-    err_beta: Fraction = key(0.8, "weight of the remembered error")
-    reset_T: PositiveInt = key(1024, "steps after which it is forgotten")
 
 
 # Mixtures of experts whose parts run in an order that the data of each rank decides.
@@ -242,7 +216,7 @@ class ZeroOptimization(Section):
     elastic_checkpoint: Flag = key(False, "old checkpoint form", inert("every checkpoint loads at any world size"))
     offload_param: OffloadParam = key(OffloadParam, "parameters in host memory or on disk")
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer, "optimizer states in host memory or on disk")
-    zenflow: ZenFlow | None = key(None, "stall-free offload")
+    zenflow: Annotated[Section | None, other.ZENFLOW] = key(None, "stall-free offload")
     sub_group_size: PositiveElements = key(1_000_000_000, "elements a rank updates at once: bounds units too")
     stage3_prefetch_bucket_size: Elements = key(
         50_000_000, "elements fetched ahead", AT_STAGE_3, alias=("prefetch_bucket_size",)
@@ -295,10 +269,12 @@ class ZeroOptimization(Section):
     zero_hpz_partition_size: PositiveInt = key(
         1, "ranks of a node that keep a second set of shards, which backward gathers from", AT_STAGE_3
     )
-    zero_quantized_weights: Flag = key(False, "gather weights in int8", _ZEROPP)
-    zero_quantized_nontrainable_weights: Flag = key(False, "gather frozen weights in int8", _ZEROPP)
-    zero_quantized_gradients: Flag = key(False, "reduce gradients in int4", _ZEROPP)
-    zeropp_loco_param: LocoParam | None = key(None, "error feedback of quantized gradients")
+    zero_quantized_weights: Flag = key(False, "gather weights in int8", other.ZEROPP)
+    zero_quantized_nontrainable_weights: Flag = key(False, "gather frozen weights in int8", other.ZEROPP)
+    zero_quantized_gradients: Flag = key(False, "reduce gradients in int4", other.ZEROPP)
+    zeropp_loco_param: Annotated[Section | None, other.ZEROPP_LOCO_PARAM] = key(
+        None, "error feedback of quantized gradients"
+    )
     mics_shard_size: AnyInt = key(-1, "ranks that share one set of shards; -1: all", AT_STAGE_3)
     mics_hierarchical_params_gather: Flag = key(
         False,
@@ -401,7 +377,7 @@ class Config(Section):
     aio: Aio = key(Aio, "disk access; read inside zero_optimization too, where older guides have it")
 
     checkpoint: other.Checkpoint = key(other.Checkpoint, "checkpoints")
-    nebula: other.Nebula = key(other.Nebula, "Azure checkpoints")
+    nebula: Annotated[Section, other.NEBULA] = key(other.NEBULA, "Azure checkpoints")
     datastates_ckpt: OptMapping = key(None, "DataStates checkpoints", unsupported("remove the section"))
     activation_checkpointing: other.ActivationCheckpointing = key(other.ActivationCheckpointing, "recomputation")
     flops_profiler: other.FlopsProfiler = key(other.FlopsProfiler, "operation counts")
@@ -411,17 +387,25 @@ class Config(Section):
     wandb: other.Wandb = key(other.Wandb, "W&B")
     comet: other.Comet = key(other.Comet, "Comet")
     timers: other.Timers = key(other.Timers, "timers")
-    data_efficiency: other.DataEfficiency = key(other.DataEfficiency, "curriculum and routing")
-    curriculum_learning: other.CurriculumLearning = key(other.CurriculumLearning, "old curriculum")
-    progressive_layer_drop: other.ProgressiveLayerDrop = key(other.ProgressiveLayerDrop, "layer skipping")
+    data_efficiency: Annotated[Section, other.DATA_EFFICIENCY] = key(other.DATA_EFFICIENCY, "curriculum and routing")
+    curriculum_learning: Annotated[Section, other.CURRICULUM_LEARNING] = key(
+        other.CURRICULUM_LEARNING, "old curriculum"
+    )
+    progressive_layer_drop: Annotated[Section, other.PROGRESSIVE_LAYER_DROP] = key(
+        other.PROGRESSIVE_LAYER_DROP, "layer skipping"
+    )
     elasticity: other.Elasticity = key(other.Elasticity, "batches for many world sizes")
-    autotuning: other.Autotuning = key(other.Autotuning, "search for a config")
+    autotuning: Annotated[Section, other.AUTOTUNING] = key(other.AUTOTUNING, "search for a config")
     pipeline: parallel.Pipeline = key(parallel.Pipeline, "pipeline parallelism")
     tensor_parallel: parallel.TensorParallel = key(parallel.TensorParallel, "tensor parallelism")
     expert_parallel: parallel.ExpertParallel = key(parallel.ExpertParallel, "expert parallelism")
-    hybrid_engine: other.HybridEngine = key(other.HybridEngine, "training and generation in turns")
-    compile: other.Compile = key(other.Compile, "DeepCompile")
-    compression_training: other.CompressionTraining = key(other.CompressionTraining, "compression")
-    weight_quantization: other.WeightQuantization | None = key(None, "quantized inference")
-    quantize_training: other.QuantizeTraining | None = key(None, "quantized training")
-    sparse_attention: other.SparseAttention | None = key(None, "block-sparse attention")
+    hybrid_engine: Annotated[Section, other.HYBRID_ENGINE] = key(
+        other.HYBRID_ENGINE, "training and generation in turns"
+    )
+    compile: Annotated[Section, other.COMPILE] = key(other.COMPILE, "DeepCompile")
+    compression_training: Annotated[Section, other.COMPRESSION_TRAINING] = key(
+        other.COMPRESSION_TRAINING, "compression"
+    )
+    weight_quantization: Annotated[Section | None, other.WEIGHT_QUANTIZATION] = key(None, "quantized inference")
+    quantize_training: Annotated[Section | None, other.QUANTIZE_TRAINING] = key(None, "quantized training")
+    sparse_attention: Annotated[Section | None, other.SPARSE_ATTENTION] = key(None, "block-sparse attention")
