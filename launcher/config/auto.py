@@ -10,8 +10,7 @@ from launcher.config.elastic import elastic_batch_of
 from launcher.config.equations import BATCH_KEYS, solve_batch
 from launcher.config.fields import AUTO, Section, is_list_of_sections
 from launcher.config.schema import Config
-from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
-from launcher.config.schema_schedules import SCHEDULER_PARAMS
+from launcher.config.schema_params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 
 
 @dataclass(frozen=True)

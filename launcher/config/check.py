@@ -44,8 +44,14 @@ from launcher.config.rules import (
     unused_schedule,
 )
 from launcher.config.schema import Config
-from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
-from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS, WORKING_SCHEDULERS
+from launcher.config.schema_params import (
+    OPTIMIZER_PARAMS,
+    REFUSED_OPTIMIZERS,
+    REFUSED_SCHEDULERS,
+    SCHEDULER_PARAMS,
+    WORKING_OPTIMIZERS,
+    WORKING_SCHEDULERS,
+)
 from launcher.sharding.mesh import MeshSizes
 
 # Old switch -> the section that has taken its place, with "device": "cpu".

@@ -6,8 +6,8 @@ import re
 
 from launcher.config.fields import AUTO, KeyPath, shown
 from launcher.config.schema import FLOAT16, Config, OffloadOptimizer, OffloadParam
-from launcher.config.schema_optimizers import ONE_BIT_OPTIMIZERS
 from launcher.config.schema_parallel import Pipeline
+from launcher.config.schema_params import ONE_BIT_OPTIMIZERS
 from launcher.sharding.pipeline import DEFAULT_SCHEDULE, SCHEDULES, PipelinePlan, virtual_problem
 
 Problem = tuple[KeyPath, str, str]  # the key, what is wrong, what to do

@@ -16,8 +16,7 @@ from launcher.config.equations import BATCH_KEYS, BatchPlan
 from launcher.config.fields import Section, Status, Support, is_list_of_sections, section_of, shown, status_of
 from launcher.config.policies import Place, Precision, ZeroPolicy
 from launcher.config.schema import Config
-from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
-from launcher.config.schema_schedules import SCHEDULER_PARAMS
+from launcher.config.schema_params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from launcher.engine.parts import EngineParts, precision_notice
 from launcher.kernels.select import describe_kernel
 from launcher.optim.api import UnitOptimizer
