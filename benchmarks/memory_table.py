@@ -21,6 +21,7 @@ from launcher.config.policies import DType
 from launcher.planner.memory import RankMemory, rank_memory
 from launcher.planner.model import ModelFacts, Parameter
 from launcher.planner.settings import setting_of
+from launcher.zero.states import TORCH_DTYPES
 
 WIDTH, NUM_BLOCKS, STEPS = 600, 16, 3
 BLOCK_NUMEL = WIDTH * WIDTH + WIDTH  # the bound of units: blocks are not joined
@@ -68,7 +69,7 @@ def measure(rank: int, world_size: int, stage: int, precision: str) -> dict[str,
         return sum(storages.values()) + 4 * optimizer.flat.state_numel()
 
     found: dict[str, Any] = {"initialized": counted()}
-    x = torch.ones(2, WIDTH, dtype=engine._parts.policy.precision.param_dtype)
+    x = torch.ones(2, WIDTH, dtype=TORCH_DTYPES[engine._parts.policy.precision.param])
     for _ in range(STEPS):
         buffers.peak_bytes = 0
         engine._sharded.schedule.peak_live_numel = 0

@@ -20,7 +20,7 @@ from torch import nn
 
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
-from launcher.config.policies import zero_policy
+from launcher.config.policies import ZeroPolicy, zero_policy
 from launcher.kernels.api import GradScale, Span
 from launcher.kernels.reference import ReferenceKernel
 from launcher.optim.api import ParamShard
@@ -28,7 +28,7 @@ from launcher.optim.kernel_flat import KernelFlat, KernelSet
 from launcher.sharding.layout import UnitLayout, layout_unit
 from launcher.zero.partition import plan_units
 from launcher.zero.schedule import ParameterSchedule
-from launcher.zero.stages import ParameterState, ZeroPolicy
+from launcher.zero.states import ParameterState
 from launcher.zero.unit import FlatUnit, UnitMembers
 
 HIDDEN, FFN, VOCABULARY = 4096, 11008, 32000
@@ -233,7 +233,7 @@ def policy_of(zero: dict[str, Any], world_size: int) -> ZeroPolicy:
     }
     facts = AutoFacts(world_size=world_size, hidden_size=HIDDEN)
     config, _ = resolve_auto(load_config(given).config, facts)
-    return ZeroPolicy.of(zero_policy(config, world_size))
+    return zero_policy(config, world_size)
 
 
 def goals(found: dict[tuple[int, str], Row]) -> list[Goal]:

@@ -17,13 +17,12 @@ from launcher.base.errors import ConfigAssertionError, ConfigError
 from launcher.base.log import get_logger
 from launcher.compat.ranks import get_world_size
 from launcher.config.auto import AutoFacts, resolve_auto
+from launcher.config.check import normalise
 from launcher.config.elastic import elastic_batch_of
 from launcher.config.equations import solve_batch
 from launcher.config.fields import AUTO, Section, aliases_of
 from launcher.config.load import load_config
-from launcher.config.normalise import normalise
-from launcher.config.schema import Config
-from launcher.config.schema_zero import OffloadOptimizer, OffloadParam, ZeroOptimization
+from launcher.config.schema import Config, OffloadOptimizer, OffloadParam, ZeroOptimization
 
 _ZERO = "zero_optimization"
 

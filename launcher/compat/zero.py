@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from launcher.base.errors import EngineError
 from launcher.compat.accelerator import get_accelerator
-from launcher.config.schema_zero import LeafModule
+from launcher.config.schema import LeafModule
 from launcher.engine.engine import Engine
 from launcher.optim.catalog import is_known
 from launcher.optim.muon.muon import as_matrix, iteration, orthogonalized

@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from launcher.base.errors import ConfigError, Diagnostic
 from launcher.config.elastic import elastic_batch_of
 from launcher.config.equations import BATCH_KEYS, solve_batch
-from launcher.config.fields import AUTO, Section, is_list_of_sections, section_of
+from launcher.config.fields import AUTO, Section, is_list_of_sections
 from launcher.config.schema import Config
-from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
-from launcher.config.schema_schedules import SCHEDULER_PARAMS
+from launcher.config.schema_params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 
 
 @dataclass(frozen=True)
@@ -73,16 +72,14 @@ def resolve_auto(config: Config, facts: AutoFacts) -> tuple[Config, tuple[AutoCh
 
     Raises: ConfigError for keys that have neither, all of them at once.
     """
-    choices: list[AutoChoice] = []
-    missing: list[str] = []
-    table = _from_facts(facts)
-    resolved = _resolve_section(config, "", table, choices, missing)
-    if missing:
+    resolution = _Resolution(_from_facts(facts))
+    resolved = resolution.section(config, "")
+    if resolution.missing:
         hint = "give a value; a Trainer fills it in"
         raise ConfigError.from_diagnostics(
-            [Diagnostic(f'"auto" cannot be resolved here: {key}', None, hint) for key in missing]
+            [Diagnostic(f'"auto" cannot be resolved here: {key}', None, hint) for key in resolution.missing]
         )
-    return _solve_batch(Config.model_validate(resolved), tuple(choices), facts)
+    return _solve_batch(resolved, tuple(resolution.choices), facts)
 
 
 def left_open(config: Config) -> tuple[Diagnostic, ...]:
@@ -135,54 +132,46 @@ def _solve_batch(
     return config.model_copy(update={key: sizes[key] for key in undecided}), solved
 
 
-def _resolve_section(
-    section: Section,
-    path: str,
-    table: dict[str, tuple[Any, str]],
-    choices: list[AutoChoice],
-    missing: list[str],
-) -> dict[str, Any]:
-    result: dict[str, Any] = {}
-    for name in type(section).model_fields:
-        value, key = getattr(section, name), f"{path}{name}"
-        if isinstance(value, Section):
-            result[name] = _resolve_section(value, f"{key}.", table, choices, missing)
-        elif is_list_of_sections(type(section), name):
-            items = enumerate(value)
-            result[name] = [_resolve_section(item, f"{key}[{at}].", table, choices, missing) for at, item in items]
-        elif name == "params" and isinstance(value, dict):
-            known = OPTIMIZER_PARAMS if path == "optimizer." else SCHEDULER_PARAMS
-            kind = known[section.type]  # type: ignore[attr-defined]  # only these two sections have params
-            result[name] = {
-                inner: _resolve_value(kind, inner, item, f"{key}.{inner}", table, choices, missing)
-                for inner, item in value.items()
-            }
-        elif value is not None or section_of(type(section), name) is None:
-            result[name] = _resolve_value(type(section), name, value, key, table, choices, missing)
-    return result
+_S = TypeVar("_S", bound=Section)
 
 
-def _resolve_value(
-    section: type[Section],
-    name: str,
-    value: Any,
-    key: str,
-    table: dict[str, tuple[Any, str]],
-    choices: list[AutoChoice],
-    missing: list[str],
-) -> Any:
-    if value != AUTO:
-        return value
-    field = section.model_fields[name]
-    default = None if field.is_required() else field.get_default(call_default_factory=True)
-    if default == AUTO:  # some keys of other releases have "auto" itself as their default
-        return value
-    if key in table:
-        chosen, reason = table[key]
-    elif field.is_required():
-        missing.append(key)
-        return value
-    else:
-        chosen, reason = default, "the default: nothing else is known here"
-    choices.append(AutoChoice(key, chosen, reason))
-    return chosen
+class _Resolution:
+    """Replaces what is "auto" in the sections of a config, and keeps what was chosen and what has no value."""
+
+    def __init__(self, table: dict[str, tuple[Any, str]]) -> None:
+        self._table = table
+        self.choices: list[AutoChoice] = []
+        self.missing: list[str] = []
+
+    def section(self, section: _S, path: str) -> _S:
+        """Return a section without "auto". path: of the section, with a dot at its end."""
+        changed: dict[str, Any] = {}
+        for name in type(section).model_fields:
+            value, key = getattr(section, name), f"{path}{name}"
+            if isinstance(value, Section):
+                changed[name] = self.section(value, f"{key}.")
+            elif is_list_of_sections(type(section), name):
+                changed[name] = [self.section(item, f"{key}[{at}].") for at, item in enumerate(value)]
+            elif name == "params" and isinstance(value, dict):
+                known = OPTIMIZER_PARAMS if path == "optimizer." else SCHEDULER_PARAMS
+                kind = known[section.type]  # type: ignore[attr-defined]  # only these two sections have params
+                changed[name] = {part: self._value(kind, part, item, f"{key}.{part}") for part, item in value.items()}
+            elif value == AUTO:
+                changed[name] = self._value(type(section), name, value, key)
+        return section.model_copy(update=changed)
+
+    def _value(self, section: type[Section], name: str, value: Any, key: str) -> Any:
+        field = section.model_fields[name]
+        default = None if field.is_required() else field.get_default(call_default_factory=True)
+        # Some keys of other releases have "auto" itself as their default.
+        if value != AUTO or default == AUTO:
+            return value
+        if key in self._table:
+            chosen, reason = self._table[key]
+        elif field.is_required():
+            self.missing.append(key)
+            return value
+        else:
+            chosen, reason = default, "the default: nothing else is known here"
+        self.choices.append(AutoChoice(key, chosen, reason))
+        return chosen

@@ -1,9 +1,14 @@
-"""From plain data to a `Config`: every rule, all findings at once. Knows key paths, not files."""
+"""From plain data to a `Config`: one spelling of every key, every rule, all findings at once. Knows no files.
+
+Other names, older forms and older places of keys become the schema's own first: only `normalise` knows them. What is
+checked, resolved or translated after it reads the new keys alone.
+"""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from pydantic import ValidationError
@@ -14,17 +19,19 @@ from launcher.config.equations import BATCH_KEYS, mesh_sizes, solve_batch
 from launcher.config.fields import (
     AUTO,
     Auto,
+    Finding,
+    KeyPath,
     Section,
     Status,
     Support,
     aliases_of,
+    is_flag,
     is_list_of_sections,
+    is_rounded,
     section_of,
     shown,
     status_of,
 )
-from launcher.config.normalise import Normalised, normalise
-from launcher.config.positions import Finding, Path
 from launcher.config.rules import (
     checkpoint_problems,
     micro_batch_problems,
@@ -37,9 +44,20 @@ from launcher.config.rules import (
     unused_schedule,
 )
 from launcher.config.schema import Config
-from launcher.config.schema_optimizers import OPTIMIZER_PARAMS, REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
-from launcher.config.schema_schedules import REFUSED_SCHEDULERS, SCHEDULER_PARAMS, WORKING_SCHEDULERS
+from launcher.config.schema_params import (
+    OPTIMIZER_PARAMS,
+    REFUSED_OPTIMIZERS,
+    REFUSED_SCHEDULERS,
+    SCHEDULER_PARAMS,
+    WORKING_OPTIMIZERS,
+    WORKING_SCHEDULERS,
+)
 from launcher.sharding.mesh import MeshSizes
+
+# Old switch -> the section that has taken its place, with "device": "cpu".
+_OLD_OFFLOAD = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+_OLD_PINNING = "cpu_offload_use_pin_memory"
+_ZERO = "zero_optimization"
 
 
 @dataclass
@@ -101,6 +119,166 @@ def check(
     return Checked(None if errors else config, errors, notices)
 
 
+# ---- One spelling of every setting ----
+
+
+@dataclass
+class Normalised:
+    """Plain data under the schema's names, and where its keys stood before."""
+
+    data: dict[str, Any]
+    origins: dict[KeyPath, KeyPath] = field(default_factory=dict)  # where a key is, if not as written -> as written
+    errors: list[Finding] = field(default_factory=list)
+    notices: list[Finding] = field(default_factory=list)
+
+    def as_written(self, path: KeyPath) -> KeyPath:
+        """Return the path under which the config's author wrote what is now at `path`."""
+        for length in range(len(path), 0, -1):
+            if path[:length] in self.origins:
+                return self.origins[path[:length]] + path[length:]
+        return path
+
+
+def normalise(data: Mapping[str, Any]) -> Normalised:
+    """Return the data with one spelling of every key. Values of a wrong type stay as they are, for the schema."""
+    found = Normalised({})
+    found.data = _renamed(Config, _undotted(data, found), (), found)
+    if found.data.get("steps_per_print") == math.inf:  # as accelerate says that it wants no lines
+        found.data["steps_per_print"] = 0
+    zero = found.data.get(_ZERO)
+    if isinstance(zero, dict):
+        _lift_aio(zero, found)
+        for old, name in _OLD_OFFLOAD.items():
+            _replace_offload_switch(zero, old, name, found)
+        _replace_pinning(zero, found)
+    return found
+
+
+def _undotted(data: Mapping[str, Any], found: Normalised) -> dict[str, Any]:
+    """Move keys such as "zero_optimization.reduce_bucket_size" into their section, where it does not have them.
+
+    trl writes them so beside a section that has been filled in, whose own values count.
+    """
+    result = dict(data)
+    for dotted, value in data.items():
+        name, _, key = dotted.partition(".")
+        section = section_of(Config, name) if key and name in Config.model_fields else None
+        if section is None or key not in section.model_fields or not isinstance(data.get(name, {}), Mapping):
+            continue
+        del result[dotted]
+        inner = result[name] = dict(result.get(name, {}))
+        if key not in inner:
+            found.origins[name, key] = (dotted,)
+        elif inner[key] != value:
+            message = f'"{dotted}" {shown(value)} has no effect: {name} has its own {key}, {shown(inner[key])}'
+            found.notices.append(Finding((dotted,), message, None, True))
+        inner.setdefault(key, value)
+    return result
+
+
+def _renamed(section: type[Section], data: Mapping[str, Any], path: KeyPath, found: Normalised) -> dict[str, Any]:
+    """Return a section's data under the schema's own names, at every depth. path: of the section, in those names."""
+    aliases = aliases_of(section)
+    result: dict[str, Any] = {}
+    for name, value in data.items():
+        target = name if name in section.model_fields else aliases.get(name, name)
+        here, written = (*path, target), (*found.as_written(path), name)
+        if target != name:
+            if target in data or target in result:
+                message = f'"{name}" and "{target}" are the same key'
+                found.errors.append(Finding(written, message, "remove one", True, is_asserted=True))
+                continue
+            found.origins[here] = written
+        inner = section_of(section, target) if target in section.model_fields else None
+        if here == (_ZERO,) and isinstance(value, bool):
+            value = {"stage": int(value)}  # the oldest form: true is stage 1
+        if inner is not None and value is None:
+            continue  # null for a section: as if it were not there
+        if inner is not None and isinstance(value, Mapping):
+            value = _renamed(inner, value, here, found)
+        elif target in section.model_fields and is_rounded(section, target):
+            value = _rounded(value, written, found)
+        result[target] = value
+    return result
+
+
+def _rounded(value: Any, written: KeyPath, found: Normalised) -> Any:
+    """Return a number of elements that a formula gave, such as 0.9 × hidden size², as the nearest integer."""
+    if not isinstance(value, float) or not 1 <= value < 2**63 or value.is_integer():
+        return value
+    message = f"{'.'.join(str(part) for part in written)} {value!r} is rounded to {round(value)}"
+    found.notices.append(Finding(written, message))
+    return round(value)
+
+
+def _lift_aio(zero: dict[str, Any], found: Normalised) -> None:
+    """Move an `aio` section inside `zero_optimization`, as in older guides, to the top level."""
+    if "aio" not in zero:
+        return
+    written: KeyPath = (*found.as_written((_ZERO,)), "aio")
+    if "aio" in found.data:
+        message = "aio is given twice, at the top level and inside zero_optimization"
+        found.errors.append(Finding(written, message, "remove the one inside zero_optimization", True))
+        zero.pop("aio")
+        return
+    value = zero.pop("aio")
+    if value is None:
+        return
+    found.origins[("aio",)] = written
+    if isinstance(value, Mapping):
+        inner = section_of(Config, "aio")
+        value = value if inner is None else _renamed(inner, value, ("aio",), found)
+    found.data["aio"] = value
+    message = "zero_optimization.aio is read as the section aio of the top level, where it belongs"
+    found.notices.append(Finding(written, message, None, True))
+
+
+def _replace_offload_switch(zero: dict[str, Any], old: str, name: str, found: Normalised) -> None:
+    """Turn `"cpu_offload": true` into `"offload_optimizer": {"device": "cpu"}`, and its twin of parameters."""
+    if zero.get(old) is not None and not is_flag(zero[old]):
+        return
+    is_on, written = zero.pop(old, None), found.as_written((_ZERO, old))
+    if not is_on or not isinstance(zero.get(name, {}), dict):
+        return
+    if name not in zero:
+        found.origins[(_ZERO, name)] = written
+    section = zero.setdefault(name, {})
+    device = section.get("device", AUTO)
+    if device == AUTO:
+        found.origins[(_ZERO, name, "device")] = written
+        section["device"] = "cpu"
+    elif isinstance(device, str) and device.lower() != "cpu":
+        message = f"{written[-1]} true contradicts {name}.device {shown(device)}"
+        found.errors.append(Finding(written, message, f'remove it: it is the old name of {name}.device "cpu"', True))
+
+
+def _replace_pinning(zero: dict[str, Any], found: Normalised) -> None:
+    """Turn `cpu_offload_use_pin_memory` into the `pin_memory` of what is offloaded."""
+    if zero.get(_OLD_PINNING) is not None and not is_flag(zero[_OLD_PINNING]):
+        return
+    pins, written = zero.pop(_OLD_PINNING, None), found.as_written((_ZERO, _OLD_PINNING))
+    if pins is None:
+        return
+    sections = {name: zero.get(name) for name in _OLD_OFFLOAD.values()}
+    offloaded = {
+        name: section
+        for name, section in sections.items()
+        if isinstance(section, dict) and str(section.get("device", "none")).lower() != "none"
+    }
+    if not offloaded:
+        message = f"{'.'.join(str(part) for part in written)} {shown(pins)} has no effect: nothing is offloaded"
+        found.notices.append(Finding(written, message, None, True))
+    for name, section in offloaded.items():
+        if "pin_memory" not in section:
+            found.origins[(_ZERO, name, "pin_memory")] = written
+        if section.setdefault("pin_memory", pins) != pins:
+            message = f"{written[-1]} {shown(pins)} contradicts {name}.pin_memory {shown(section['pin_memory'])}"
+            found.errors.append(Finding(written, message, "remove it: it is the old name of pin_memory", True))
+
+
+# ---- Single keys ----
+
+
 def _validated(known: Normalised) -> tuple[Config, list[Finding]]:
     """Return the config, and what is wrong with single keys of it.
 
@@ -128,7 +306,7 @@ def _copied_value(value: Any) -> Any:
     return _copied(value) if isinstance(value, dict) else value
 
 
-def _leave_open(data: dict[Any, Any], path: Path) -> None:
+def _leave_open(data: dict[Any, Any], path: KeyPath) -> None:
     """Make the value at `path` undecided; of a key that is not known, that of the nearest one that is."""
     section: type[Section] = Config
     for part in path[:-1]:
@@ -164,7 +342,7 @@ def _open(section: type[Section], name: str) -> Any:
 
 
 def _from_pydantic(item: Any, known: Normalised) -> Finding:
-    path: Path = tuple(item["loc"])
+    path: KeyPath = tuple(item["loc"])
     if item["type"] == "extra_forbidden":
         return unknown_key(path)
     if item["type"] == "missing":
@@ -177,7 +355,7 @@ def _from_pydantic(item: Any, known: Normalised) -> Finding:
     return Finding(path, message, is_asserted=path[:1] in [(name,) for name in BATCH_KEYS])
 
 
-def unknown_key(path: Path) -> Finding:
+def unknown_key(path: KeyPath) -> Finding:
     """Say that the last part of `path` is not a key of its section, with the nearest that is."""
     section: type[Section] = Config
     for part in path[:-1]:
@@ -189,6 +367,9 @@ def unknown_key(path: Path) -> Finding:
     return Finding(path, f'unknown key "{path[-1]}"', did_you_mean(str(path[-1]), choices), True)
 
 
+# ---- What has no effect, and what is not supported ----
+
+
 @dataclass
 class _Support:
     """Collects what is set without effect, or not supported."""
@@ -197,7 +378,7 @@ class _Support:
     errors: list[Finding]
     notices: list[Finding]
 
-    def report(self, status: Status, path: Path, value: Any) -> None:
+    def report(self, status: Status, path: KeyPath, value: Any) -> None:
         what = ".".join(str(part) for part in path) + ("" if isinstance(value, Mapping) else f" {shown(value)}")
         if status.support is Support.UNSUPPORTED:
             self.errors.append(Finding(path, f"{what} is not supported", status.note, True, True))
@@ -219,7 +400,7 @@ def _uses_disk(data: Mapping[str, Any]) -> bool:
     return any(isinstance(part, Mapping) and str(part.get("device")).lower() == "nvme" for part in parts)
 
 
-def _check_support(section: type[Section], data: Mapping[str, Any], path: Path, findings: _Support) -> None:
+def _check_support(section: type[Section], data: Mapping[str, Any], path: KeyPath, findings: _Support) -> None:
     """Report keys that were set and have no effect, and refuse keys that are not supported."""
     if path and _is_switched_off(section, data):
         return
@@ -245,6 +426,9 @@ def _is_switched_off(section: type[Section], data: Mapping[str, Any]) -> bool:
         return False
     name, off = section.switch
     return bool(data.get(name, section.model_fields[name].get_default()) == off)
+
+
+# ---- The params of optimizers and schedules ----
 
 
 def _check_typed_params(data: Mapping[str, Any], types: _Types, support: _Support) -> list[Finding]:
@@ -301,7 +485,7 @@ def _unknown_param(name: str, key: Any, known: Iterable[str]) -> Finding:
 
 
 def _param_finding(name: str, type_name: str, section: type[Section], item: Any) -> Finding:
-    path: Path = (name, "params", *item["loc"])
+    path: KeyPath = (name, "params", *item["loc"])
     if item["type"] == "extra_forbidden":
         wrong = str(path[-1])
         if wrong == "max_grad_norm":
@@ -335,6 +519,9 @@ def _fill_params(config: Config) -> Config:
             params = part.params
         updates[name] = None if type_name is None else part.model_copy(update={"type": type_name, "params": params})
     return config.model_copy(update=updates)
+
+
+# ---- Rules between keys ----
 
 
 def _with_stages(config: Config, model_stages: int | None) -> tuple[Config, list[Finding]]:
@@ -427,7 +614,7 @@ def _batch(config: Config, sizes: MeshSizes | None) -> tuple[int | None, list[Fi
     elastic: bool | Auto = config.elasticity.enabled
     if any(isinstance(value, Auto) for value in (train, micro, steps, elastic)):
         return None, []
-    path: Path = next(((name,) for name in BATCH_KEYS if getattr(config, name) is not None), ())
+    path: KeyPath = next(((name,) for name in BATCH_KEYS if getattr(config, name) is not None), ())
     if sizes is not None:
         try:
             return solve_batch(train, micro, steps, sizes.data, sizes.model_size).accumulation_steps, []

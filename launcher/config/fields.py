@@ -12,8 +12,27 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Annotated, Any, ClassVar, get_args, get_origin
 
-from pydantic import BaseModel, ConfigDict, Field, PlainValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetCoreSchemaHandler, PlainValidator, create_model
+from pydantic_core import CoreSchema, PydanticCustomError
+from pydantic_core.core_schema import nullable_schema
+
+KeyPath = tuple[str | int, ...]  # the names of sections and of a key, and places in lists
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One thing to say about the key at `path`."""
+
+    path: KeyPath
+    message: str
+    hint: str | None = None
+    at_key: bool = False  # it is about the key itself, not its value
+    is_refusal: bool = False  # the config is sound, this release does not do what it asks for
+    is_asserted: bool = False  # DeepSpeed asserts it: keys that do not fit together, batch sizes
+
+    @property
+    def dotted(self) -> str:
+        return ".".join(str(part) for part in self.path)
 
 
 class Auto(str):
@@ -34,7 +53,7 @@ class Support(Enum):
     WORKS = "works"
     AT_STAGE_3 = "works at stage 3"  # setting it at another stage is reported at start
     WITH_NVME = "works with offload to nvme"  # setting it without is reported at start
-    RENAMED = "works under its new name"  # `config.normalise` turns it into that one
+    RENAMED = "works under its new name"  # `config.check` turns it into that one
     INERT = "accepted without effect here"  # setting it is reported at start
     UNSUPPORTED = "not supported"  # setting it to anything but its default, or a section that is on, is an error
 
@@ -74,6 +93,8 @@ def unsupported(instead: str, *, is_off: Callable[[Any], bool] | None = None) ->
 def key(default: Any, doc: str, status: Status | None = None, *, alias: tuple[str, ...] = ()) -> Any:
     """Declare a key. A section is its own default when `default` is its class. None: the section's status."""
     extra: Any = {"status": status, "aliases": alias}
+    if isinstance(default, Unused):
+        default = default.section
     if isinstance(default, type) and issubclass(default, Section):
         return Field(default_factory=default, description=doc, json_schema_extra=extra)
     if isinstance(default, list | dict):
@@ -101,8 +122,9 @@ def status_of(section: type[Section], name: str) -> Status:
 
 def section_of(parent: type[Section], name: str) -> type[Section] | None:
     """Return the section class of a key, None when it holds a plain value."""
-    annotation = parent.model_fields[name].annotation
-    for candidate in (annotation, *get_args(annotation)):
+    field = parent.model_fields[name]
+    unused = [each.section for each in field.metadata if isinstance(each, Unused)]
+    for candidate in (*unused, field.annotation, *get_args(field.annotation)):
         if isinstance(candidate, type) and issubclass(candidate, Section):
             return candidate
     return None
@@ -148,7 +170,7 @@ def _error(expected: str, value: Any) -> PydanticCustomError:
 
 
 class _Rounded:
-    """Marks the type of a key that `config.normalise` rounds to an integer."""
+    """Marks the type of a key that `config.check` rounds to an integer."""
 
 
 def _checked(expected: str, convert: Callable[[Any], Any]) -> PlainValidator:
@@ -311,3 +333,49 @@ def _weight_shape(value: Any) -> list[Any] | None:
     if any(entry in (0, []) for entry in sizes) or sum(isinstance(entry, list) for entry in sizes) > 1:
         raise ValueError
     return sizes
+
+
+# ---- sections without effect ----
+
+
+class Unused:
+    """A section that this release does nothing with; `Annotated[Section, row]` is the type of the key that holds it.
+
+    Its keys are known all the same: names, types and defaults, so that a config that is wrong there is wrong here.
+    """
+
+    def __init__(self, name: str, status: Status, switch: Status | None = None, /, **keys: Any) -> None:
+        """status: of the keys. switch: of the first key, without which all others are off; None: there is no such key.
+
+        keys: the default, whose type says what else it may be; a tuple of choices, the default first; a type, whose
+        default is null; a type and a default; or a section inside.
+        """
+        fields: dict[str, Any] = {}
+        for at, (each, value) in enumerate(keys.items()):
+            kind, default = _kind_and_default(value)
+            fields[each] = kind, key(default, f"a setting of {name}", switch if at == 0 else None)
+        self.section: type[Section] = create_model(name, __base__=Section, __module__=__name__, **fields)
+        self.section.status = status
+        self.section.switch = None if switch is None else (next(iter(keys)), False)
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        return nullable_schema(handler.generate_schema(self.section))
+
+
+# The first that fits: True is an int, too.
+_KIND_OF_DEFAULT = ((bool, Flag), (int, PositiveInt), (float, Fraction), (str, Text), (list, IntList), (dict, Mapping_))
+
+
+def _kind_and_default(value: Any) -> tuple[Any, Any]:
+    if isinstance(value, Unused):
+        return Annotated[Section, value], value
+    if hasattr(value, "__metadata__"):  # a type, as they are above: Annotated[...]
+        return value, None
+    if isinstance(value, tuple) and hasattr(value[0], "__metadata__"):
+        kind, default = value
+        return kind, default
+    if isinstance(value, tuple):
+        options = [option for option in value if option is not None]
+        return Annotated[str | None if None in value else str, choice(*options, null=None in value)], value[0]
+    kind = next(kind for of_default, kind in _KIND_OF_DEFAULT if isinstance(value, of_default))
+    return Count if kind is PositiveInt and value == 0 else kind, value

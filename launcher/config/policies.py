@@ -1,7 +1,7 @@
 """What a config asks the engine for, as frozen dataclasses: what is sharded, precision, offload, reduction.
 
 `zero_policy` is the one translator from a config's keys. The engine is built with its result and the planner counts the
-bytes of it, so nothing here needs torch; `zero.stages` has the types of torch.
+bytes of it, so nothing here needs torch: dtypes are names, and `TORCH_DTYPES` of `zero.states` has torch's.
 """
 
 from __future__ import annotations
@@ -58,6 +58,11 @@ class Precision:
     def has_master(self) -> bool:
         """Whether the optimizer updates fp32 copies; in fp32 the parameters are their own master."""
         return self.param is not DType.FP32 and self.keeps_fp32_master
+
+    @property
+    def compute(self) -> DType:
+        """The type in which the forward computes."""
+        return self.autocast or self.param
 
     @property
     def state(self) -> DType:

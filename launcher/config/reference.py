@@ -9,8 +9,7 @@ from typing import Any
 
 from launcher.config.fields import Section, Support, aliases_of, section_of, shown, status_of
 from launcher.config.schema import Config
-from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
-from launcher.config.schema_schedules import SCHEDULER_PARAMS
+from launcher.config.schema_params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 
 _TYPES = {"bool": "true or false", "int": "integer", "float": "number", "str": "string", "dict": "object"}
 

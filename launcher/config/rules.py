@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 
-from launcher.config.fields import AUTO, shown
-from launcher.config.positions import Path
-from launcher.config.schema import FLOAT16, Config
-from launcher.config.schema_optimizers import ONE_BIT_OPTIMIZERS
+from launcher.config.fields import AUTO, KeyPath, shown
+from launcher.config.schema import FLOAT16, Config, OffloadOptimizer, OffloadParam
 from launcher.config.schema_parallel import Pipeline
-from launcher.config.schema_zero import OffloadOptimizer, OffloadParam
+from launcher.config.schema_params import ONE_BIT_OPTIMIZERS
 from launcher.sharding.pipeline import DEFAULT_SCHEDULE, SCHEDULES, PipelinePlan, virtual_problem
 
-Problem = tuple[Path, str, str]  # the key, what is wrong, what to do
+Problem = tuple[KeyPath, str, str]  # the key, what is wrong, what to do
 
 
 def precision_problems(config: Config) -> list[Problem]:
@@ -99,7 +97,7 @@ def one_bit_problems(config: Config) -> list[Problem]:
     return problems
 
 
-def unused_expert_size(config: Config) -> list[tuple[Path, str]]:
+def unused_expert_size(config: Config) -> list[tuple[KeyPath, str]]:
     """Return that a number of ranks for experts has no effect, where no experts are spread."""
     size = config.expert_parallel.autoep_size
     if config.expert_parallel.enabled is True or size in (1, AUTO):
@@ -166,7 +164,7 @@ def offload_problems(config: Config) -> list[Problem]:
         section: OffloadOptimizer | OffloadParam = getattr(zero, name)
         if section.device in ("none", AUTO) or (name == "offload_param" and zero.stage not in (3, AUTO)):
             continue
-        path: Path = ("zero_optimization", name, "device")
+        path: KeyPath = ("zero_optimization", name, "device")
         if zero.stage == 0:
             message = f"{name} {shown(section.device)} needs stage 1, 2 or 3, not 0"
             problems.append((path, message, f'set "stage": 3, or remove {name}'))
@@ -181,10 +179,10 @@ def offload_problems(config: Config) -> list[Problem]:
     return problems
 
 
-def unused_offload(config: Config) -> list[tuple[Path, str]]:
+def unused_offload(config: Config) -> list[tuple[KeyPath, str]]:
     """Return what is asked for without effect, together with what is offloaded or is not."""
     zero, optimizer = config.zero_optimization, config.optimizer
-    found: list[tuple[Path, str]] = []
+    found: list[tuple[KeyPath, str]] = []
     if zero.offload_param.device not in ("none", AUTO) and zero.stage not in (3, AUTO):
         place = shown(zero.offload_param.device)
         message = f"offload_param {place} has no effect: at stage {zero.stage} every rank keeps whole parameters"
@@ -209,7 +207,7 @@ def _delay_problems(section: OffloadOptimizer, kind: str | None) -> list[Problem
     """Return why an update cannot be delayed. kind: the optimizer's type, None where a script brings its own."""
     if section.delayed_update is not True:
         return []
-    path: Path = ("zero_optimization", "offload_optimizer", "delayed_update")
+    path: KeyPath = ("zero_optimization", "offload_optimizer", "delayed_update")
     problems: list[Problem] = []
     if section.device not in ("cpu", AUTO):
         message = f"delayed_update needs the optimizer in host memory, not {shown(section.device)}"
@@ -261,7 +259,7 @@ def pipeline_problems(config: Config) -> list[Problem]:
     return problems
 
 
-def unused_schedule(config: Config) -> list[tuple[Path, str]]:
+def unused_schedule(config: Config) -> list[tuple[KeyPath, str]]:
     """Return that a schedule has no effect, where there is one stage."""
     schedule = config.pipeline.schedule
     if schedule in (DEFAULT_SCHEDULE, AUTO) or _is_on(config):
@@ -275,7 +273,7 @@ def micro_batch_problems(config: Config, num_micro_batches: int | None) -> tuple
     plan = pipeline_plan(config, steps if isinstance(steps, int) else None)
     if plan is None or not isinstance(steps, int):
         return [], []
-    path: Path = ("gradient_accumulation_steps",)
+    path: KeyPath = ("gradient_accumulation_steps",)
     problem = plan.problem()
     if problem is not None:
         return [(path, *problem)], []
@@ -314,7 +312,7 @@ def _is_on(config: Config) -> bool:
 
 def _partition_problems(method: str) -> list[Problem]:
     kind, _, pattern = method.partition(":")
-    path: Path = ("pipeline", "partition")
+    path: KeyPath = ("pipeline", "partition")
     if method == AUTO or kind.lower() in _METHODS:
         return []
     if kind.lower() != "type":

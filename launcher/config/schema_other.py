@@ -1,4 +1,4 @@
-"""Sections beside training itself: checkpoints, monitors, profilers, data, compression."""
+"""Sections beside training itself: those without effect, in one table; checkpoints, profilers, monitors, elasticity."""
 
 from __future__ import annotations
 
@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from typing import Annotated, Any
 
 from launcher.config.fields import (
+    AUTO,
     AnyInt,
     Anything,
     Count,
     CountList,
     Flag,
-    Fraction,
     IntList,
-    Mapping_,
     NonNegative,
     Number,
     OptCountList,
@@ -25,38 +24,106 @@ from launcher.config.fields import (
     Section,
     Text,
     TextList,
+    Unused,
     choice,
     inert,
     key,
     unsupported,
 )
 
+# ---- without effect ----
+
+
+def _is_off(technique: Any) -> bool:
+    """Whether a part of `compression_training` is switched off, which it is unless it says otherwise."""
+    if not isinstance(technique, Mapping):
+        return False
+    shared = technique.get("shared_parameters", technique)
+    return isinstance(shared, Mapping) and shared.get("enabled", False) is False
+
+
 _REMOVE = unsupported("not in this release; remove the section")
+ZEROPP = unsupported("quantized communication is not in this release; remove the key")
+
+
+def _off(name: str, /, **keys: Any) -> Unused:
+    """Return a row of a section that its first key, which is refused, would switch on."""
+    return Unused(name, inert(f"{name} is off"), _REMOVE, **keys)
+
+
+# Each section: why nothing comes of it, or what to do instead; and its keys, see `Unused`.
+NEBULA = _off(
+    "nebula", enabled=False, enable_nebula_load=True, nebula_load_path=OptText, persistent_storage_path=OptText,
+    persistent_time_interval=100, num_of_version_in_retention=2,
+)  # fmt: skip
+DATA_EFFICIENCY = _off(
+    "data_efficiency", enabled=False, seed=(Count, 1234),
+    data_sampling=Unused(
+        "data_sampling", inert("data_efficiency is off"), enabled=False, num_epochs=1000, num_workers=0,
+        pin_memory=False, curriculum_learning={}, dynamic_batching={},
+    ),
+    data_routing=Unused("data_routing", inert("data_efficiency is off"), enabled=False, random_ltd={}),
+)  # fmt: skip
+CURRICULUM_LEARNING = _off(
+    "curriculum_learning", enabled=False, curriculum_type="seqlen", min_difficulty=(Count, 1),
+    max_difficulty=(Count, 1), schedule_type="fixed_linear", schedule_config={},
+)  # fmt: skip
+PROGRESSIVE_LAYER_DROP = _off("progressive_layer_drop", enabled=False, theta=1.0, gamma=(NonNegative, 0.001))
+AUTOTUNING = _off(
+    "autotuning", enabled=False, fast=True, results_dir="autotuning_results", exps_dir="autotuning_exps",
+    overwrite=True, start_profile_step=3, end_profile_step=5, metric="throughput", metric_path=OptText,
+    tuner_type=("gridsearch", "random", "model_based"), tuner_early_stopping=5, tuner_num_trials=50,
+    arg_mappings=OptMapping, max_train_batch_size=OptInt, min_train_batch_size=1,
+    max_train_micro_batch_size_per_gpu=1024, min_train_micro_batch_size_per_gpu=1, num_tuning_micro_batch_sizes=3,
+    mp_size=1, model_info={}, model_info_path=OptText,
+)  # fmt: skip
+HYBRID_ENGINE = _off(
+    "hybrid_engine", enabled=False, max_out_tokens=512, inference_tp_size=1, release_inference_cache=False,
+    pin_parameters=True, tp_gather_partition_size=8, enable_cuda_graph=False,
+)  # fmt: skip
+COMPILE = Unused(
+    "compile", inert("deepcompile is off"), unsupported("use torch.compile(model)"), deepcompile=False,
+    free_activation=False, free_activation_threshold=10 * 2**20, offload_activation=False,
+    offload_activation_pin_memory=True, offload_opt_states=False, double_buffer=True, symmetric_memory=False,
+    debug_log=False, offload_parameters=False, sync_before_reduce=False, sync_after_reduce=False,
+    sync_before_allgather=False, sync_after_allgather=False, keep_int_input_tensors=True,
+    keep_all_input_tensors=False, passes=Anything,
+)  # fmt: skip
+COMPRESSION_TRAINING = Unused(
+    "compression_training", unsupported("not in this release; remove the section", is_off=_is_off),
+    weight_quantization=OptMapping, activation_quantization=OptMapping, sparse_pruning=OptMapping,
+    row_pruning=OptMapping, head_pruning=OptMapping, channel_pruning=OptMapping, layer_reduction=OptMapping,
+)  # fmt: skip
+WEIGHT_QUANTIZATION = Unused(  # of inference
+    "weight_quantization", _REMOVE, _REMOVE, enabled=True, num_bits=8, q_type=OptText, q_groups=1,
+    quantized_initialization={}, post_init_quant={},
+)  # fmt: skip
+QUANTIZE_TRAINING = Unused("quantize_training", _REMOVE, eigenvalue=OptMapping)
+SPARSE_ATTENTION = Unused(
+    "sparse_attention", unsupported("use torch.nn.attention.flex_attention; remove the section"),
+    mode=("fixed", "dense", "variable", "bigbird", "bslongformer"), block=16, different_layout_per_head=False,
+    num_local_blocks=4, num_global_blocks=1, attention=("bidirectional", "unidirectional"),
+    horizontal_global_attention=False, num_different_global_patterns=1, num_random_blocks=0,
+    local_window_blocks=[4], global_block_indices=(CountList, [0]), global_block_end_indices=OptCountList,
+    num_sliding_window_blocks=3,
+)  # fmt: skip
+ZENFLOW = Unused(
+    "zenflow", unsupported("remove the section"), topk_ratio=0.1, select_strategy=("auto", "step", "epoch"),
+    select_interval=(PositiveInt, AUTO), update_interval=(PositiveInt, AUTO), overlap_step=False, offload=False,
+    auto_ratio=0.99, full_warm_up_rounds=0, pt_reserved_cores_perc=0.5,
+)  # fmt: skip
+ZEROPP_LOCO_PARAM = Unused("zeropp_loco_param", ZEROPP, err_beta=0.8, reset_T=1024)
+PARALLEL_WRITE = Unused(
+    "parallel_write", inert("every rank writes a file of its own at the same time"), pipeline_stage=False
+)
+CHECKPOINT_WRITER = Unused(
+    "writer", inert("every rank writes its file itself, with buffers of its own"), type=("FAST", "MOCK", "PYTHON"),
+    io_buffer_size=64 * 2**20, io_buffer_double=True, io_multiplier=1, show_statistics=False, decoupled=False,
+    data_parallel=(None, "replica", "socket", "machine"),
+)  # fmt: skip
 
 
 # ---- checkpoints ----
-
-
-class ParallelWrite(Section):
-    """`checkpoint.parallel_write`."""
-
-    status = inert("every rank writes a file of its own at the same time")
-
-    pipeline_stage: Flag = key(False, "pipeline stages write at the same time")
-
-
-class CheckpointWriter(Section):
-    """`checkpoint.writer`."""
-
-    status = inert("every rank writes its file itself, with buffers of its own")
-
-    type: Annotated[str, choice("FAST", "MOCK", "PYTHON")] = key("FAST", "engine that writes")
-    io_buffer_size: PositiveInt = key(64 * 2**20, "bytes of a buffer")
-    io_buffer_double: Flag = key(True, "use two buffers")
-    io_multiplier: PositiveInt = key(1, "growth of the buffers")
-    show_statistics: Flag = key(False, "print what was written")
-    decoupled: Flag = key(False, "write beside the training")
-    data_parallel: Annotated[str | None, choice("replica", "socket", "machine", null=True)] = key(None, "who writes")
 
 
 class Checkpoint(Section):
@@ -73,28 +140,14 @@ class Checkpoint(Section):
     format: Annotated[str, choice("launch", "deepspeed")] = key("launch", "deepspeed: its files too, beside ours")
     load_universal: Flag = key(False, "read the universal form", inert("every checkpoint loads at any world size"))
     use_node_local_storage: Flag = key(False, "every node writes to its own disk")
-    parallel_write: ParallelWrite = key(ParallelWrite, "writing at the same time")
+    parallel_write: Annotated[Section, PARALLEL_WRITE] = key(PARALLEL_WRITE, "writing at the same time")
     checkpoint_serialization: Flag = key(
         True, "serialise as torch does", inert("checkpoints are safetensors and JSON; see pickle_client_state")
     )
     pickle_client_state: Flag = key(
         False, "pickle what else is in a client state; reading it runs code, so load only checkpoints that you trust"
     )
-    writer: CheckpointWriter | None = key(None, "engine that writes")
-
-
-class Nebula(Section):
-    """`nebula`: Azure's asynchronous checkpoints."""
-
-    status = inert("nebula is off")
-    switch = ("enabled", False)
-
-    enabled: Flag = key(False, "use Nebula", _REMOVE)
-    enable_nebula_load: Flag = key(True, "read through Nebula")
-    nebula_load_path: OptText = key(None, "where to read from")
-    persistent_storage_path: OptText = key(None, "where to write to")
-    persistent_time_interval: PositiveInt = key(100, "seconds between writes")
-    num_of_version_in_retention: PositiveInt = key(2, "checkpoints to keep")
+    writer: Annotated[Section | None, CHECKPOINT_WRITER] = key(None, "engine that writes")
 
 
 class ActivationCheckpointing(Section):
@@ -188,68 +241,6 @@ class Timers(Section):
     throughput: ThroughputTimer = key(ThroughputTimer, "samples per second")
 
 
-# ---- data ----
-
-
-class DataSampling(Section):
-    """`data_efficiency.data_sampling`."""
-
-    status = inert("data_efficiency is off")
-
-    enabled: Flag = key(False, "choose samples by difficulty")
-    num_epochs: PositiveInt = key(1000, "passes over the data")
-    num_workers: Count = key(0, "loader processes")
-    pin_memory: Flag = key(False, "page-lock batches")
-    curriculum_learning: Mapping_ = key({}, "metrics and schedules")
-    dynamic_batching: Mapping_ = key({}, "batches by length")
-
-
-class DataRouting(Section):
-    """`data_efficiency.data_routing`."""
-
-    status = inert("data_efficiency is off")
-
-    enabled: Flag = key(False, "drop tokens by layer")
-    random_ltd: Mapping_ = key({}, "random layer-wise token dropping")
-
-
-class DataEfficiency(Section):
-    """`data_efficiency`."""
-
-    status = inert("data_efficiency is off")
-    switch = ("enabled", False)
-
-    enabled: Flag = key(False, "curriculum and routing", _REMOVE)
-    seed: Count = key(1234, "seed of the sampling")
-    data_sampling: DataSampling = key(DataSampling, "which samples")
-    data_routing: DataRouting = key(DataRouting, "which tokens")
-
-
-class CurriculumLearning(Section):
-    """`curriculum_learning`, the old form."""
-
-    status = inert("curriculum_learning is off")
-    switch = ("enabled", False)
-
-    enabled: Flag = key(False, "grow the difficulty", _REMOVE)
-    curriculum_type: Text = key("seqlen", "what grows")
-    min_difficulty: Count = key(1, "first difficulty")
-    max_difficulty: Count = key(1, "last difficulty")
-    schedule_type: Text = key("fixed_linear", "how it grows")
-    schedule_config: Mapping_ = key({}, "parameters of the growth")
-
-
-class ProgressiveLayerDrop(Section):
-    """`progressive_layer_drop`."""
-
-    status = inert("progressive_layer_drop is off")
-    switch = ("enabled", False)
-
-    enabled: Flag = key(False, "skip layers at random", _REMOVE)
-    theta: Fraction = key(1.0, "part of layers kept at the end")
-    gamma: NonNegative = key(0.001, "speed of the change")
-
-
 # ---- scaling out ----
 
 
@@ -271,139 +262,3 @@ class Elasticity(Section):
         1, "ranks of one model", unsupported("elasticity counts data-parallel ranks only; remove the key")
     )
     version: Number = key(0.2, "0.1 or 0.2")
-
-
-class Autotuning(Section):
-    """`autotuning`."""
-
-    status = inert("autotuning is off")
-    switch = ("enabled", False)
-
-    enabled: Flag = key(False, "search for a good config", _REMOVE)
-    fast: Flag = key(True, "search less")
-    results_dir: Text = key("autotuning_results", "results")
-    exps_dir: Text = key("autotuning_exps", "experiments")
-    overwrite: Flag = key(True, "replace earlier ones")
-    start_profile_step: PositiveInt = key(3, "first step measured")
-    end_profile_step: PositiveInt = key(5, "last step measured")
-    metric: Text = key("throughput", "what to improve")
-    metric_path: OptText = key(None, "file with the metric")
-    tuner_type: Annotated[str, choice("gridsearch", "random", "model_based")] = key("gridsearch", "how to search")
-    tuner_early_stopping: PositiveInt = key(5, "trials without gain")
-    tuner_num_trials: PositiveInt = key(50, "trials in all")
-    arg_mappings: OptMapping = key(None, "config keys to script arguments")
-    max_train_batch_size: OptInt = key(None, "largest batch")
-    min_train_batch_size: PositiveInt = key(1, "smallest batch")
-    max_train_micro_batch_size_per_gpu: PositiveInt = key(1024, "largest micro-batch")
-    min_train_micro_batch_size_per_gpu: PositiveInt = key(1, "smallest micro-batch")
-    num_tuning_micro_batch_sizes: PositiveInt = key(3, "micro-batches to try")
-    mp_size: PositiveInt = key(1, "ranks of one model")
-    model_info: Mapping_ = key({}, "facts about the model")
-    model_info_path: OptText = key(None, "file with them")
-
-
-class HybridEngine(Section):
-    """`hybrid_engine`."""
-
-    status = inert("hybrid_engine is off")
-    switch = ("enabled", False)
-
-    enabled: Flag = key(False, "switch between training and generation", _REMOVE)
-    max_out_tokens: PositiveInt = key(512, "longest output")
-    inference_tp_size: PositiveInt = key(1, "ranks of one layer")
-    release_inference_cache: Flag = key(False, "free the cache after generation")
-    pin_parameters: Flag = key(True, "page-lock parameters")
-    tp_gather_partition_size: PositiveInt = key(8, "parameters gathered at once")
-    enable_cuda_graph: Flag = key(False, "record CUDA graphs")
-
-
-class Compile(Section):
-    """`compile`: DeepCompile."""
-
-    status = inert("deepcompile is off")
-    switch = ("deepcompile", False)
-
-    deepcompile: Flag = key(False, "compile communication into the graph", unsupported("use torch.compile(model)"))
-    free_activation: Flag = key(False, "free activations early")
-    free_activation_threshold: PositiveInt = key(10 * 2**20, "bytes of a large activation")
-    offload_activation: Flag = key(False, "activations to host memory")
-    offload_activation_pin_memory: Flag = key(True, "page-lock them")
-    offload_opt_states: Flag = key(False, "states to host memory")
-    double_buffer: Flag = key(True, "use two buffers")
-    symmetric_memory: Flag = key(False, "symmetric memory")
-    debug_log: Flag = key(False, "log the passes")
-    offload_parameters: Flag = key(False, "parameters to host memory")
-    sync_before_reduce: Flag = key(False, "synchronise")
-    sync_after_reduce: Flag = key(False, "synchronise")
-    sync_before_allgather: Flag = key(False, "synchronise")
-    sync_after_allgather: Flag = key(False, "synchronise")
-    keep_int_input_tensors: Flag = key(True, "keep integer inputs")
-    keep_all_input_tensors: Flag = key(False, "keep all inputs")
-    passes: Anything = key(None, "passes to run")
-
-
-# ---- compression ----
-
-
-def _is_off(technique: Any) -> bool:
-    """Whether a part of `compression_training` is switched off, which it is unless it says otherwise."""
-    if not isinstance(technique, Mapping):
-        return False
-    shared = technique.get("shared_parameters", technique)
-    return isinstance(shared, Mapping) and shared.get("enabled", False) is False
-
-
-class CompressionTraining(Section):
-    """`compression_training`: each part has its own `enabled`, most of them in `shared_parameters`."""
-
-    status = unsupported("not in this release; remove the section", is_off=_is_off)
-
-    weight_quantization: OptMapping = key(None, "quantize weights while training")
-    activation_quantization: OptMapping = key(None, "quantize activations while training")
-    sparse_pruning: OptMapping = key(None, "prune single weights")
-    row_pruning: OptMapping = key(None, "prune rows")
-    head_pruning: OptMapping = key(None, "prune attention heads")
-    channel_pruning: OptMapping = key(None, "prune channels")
-    layer_reduction: OptMapping = key(None, "drop layers")
-
-
-class WeightQuantization(Section):
-    """`weight_quantization`: of inference. On where it is there, unless `enabled` is false."""
-
-    status = unsupported("not in this release; remove the section")
-    switch = ("enabled", False)
-
-    enabled: Flag = key(True, "quantize weights")
-    num_bits: PositiveInt = key(8, "bits of a weight")
-    q_type: OptText = key(None, "symmetric or asymmetric")
-    q_groups: PositiveInt = key(1, "groups of one weight")
-    quantized_initialization: Mapping_ = key({}, "while loading")
-    post_init_quant: Mapping_ = key({}, "after loading")
-
-
-class QuantizeTraining(Section):
-    """`quantize_training`."""
-
-    status = unsupported("not in this release; remove the section")
-
-    eigenvalue: OptMapping = key(None, "curvature of layers")
-
-
-class SparseAttention(Section):
-    """`sparse_attention`."""
-
-    status = unsupported("use torch.nn.attention.flex_attention; remove the section")
-
-    mode: Annotated[str, choice("fixed", "dense", "variable", "bigbird", "bslongformer")] = key("fixed", "pattern")
-    block: PositiveInt = key(16, "elements of a block")
-    different_layout_per_head: Flag = key(False, "a pattern for each head")
-    num_local_blocks: PositiveInt = key(4, "blocks of a window")
-    num_global_blocks: PositiveInt = key(1, "blocks that see all")
-    attention: Annotated[str, choice("bidirectional", "unidirectional")] = key("bidirectional", "direction")
-    horizontal_global_attention: Flag = key(False, "global rows too")
-    num_different_global_patterns: PositiveInt = key(1, "global patterns")
-    num_random_blocks: Count = key(0, "random blocks")
-    local_window_blocks: IntList = key([4], "blocks of each window")
-    global_block_indices: CountList = key([0], "first global blocks")
-    global_block_end_indices: OptCountList = key(None, "last global blocks")
-    num_sliding_window_blocks: PositiveInt = key(3, "blocks of the sliding window")

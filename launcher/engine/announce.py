@@ -14,15 +14,14 @@ from launcher.comm.device import accelerator_type
 from launcher.config.auto import AutoChoice
 from launcher.config.equations import BATCH_KEYS, BatchPlan
 from launcher.config.fields import Section, Status, Support, is_list_of_sections, section_of, shown, status_of
+from launcher.config.policies import Place, Precision, ZeroPolicy
 from launcher.config.schema import Config
-from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
-from launcher.config.schema_schedules import SCHEDULER_PARAMS
+from launcher.config.schema_params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from launcher.engine.parts import EngineParts, precision_notice
 from launcher.kernels.select import describe_kernel
 from launcher.optim.api import UnitOptimizer
 from launcher.optim.factory import OptimizerPlan
 from launcher.zero.placement import Disks
-from launcher.zero.stages import Place, Precision, ZeroPolicy
 from launcher.zero.unit import FlatUnit
 
 SECRETS = ("api_key",)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -20,7 +21,7 @@ from launcher.comm.mesh import ParallelMesh, build_mesh, leave_in_order
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.equations import BatchPlan, mesh_sizes, solve_batch
 from launcher.config.load import load_config
-from launcher.config.policies import DType
+from launcher.config.policies import DType, Place, Precision, ZeroPolicy, zero_policy
 from launcher.config.rules import updates_in_parts
 from launcher.config.schema import Config
 from launcher.engine.announce import announce, announce_disks
@@ -41,7 +42,7 @@ from launcher.engine.experts import sizes_with_experts, spread_over_ranks
 from launcher.engine.model_check import check_for_ranks, check_model, check_types, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parallel import check_optimizer, split_over_ranks
-from launcher.engine.parts import EngineParts, loss_scale_rules, swap_space, trusted_kernel, zero_policy
+from launcher.engine.parts import EngineParts, loss_scale_rules, swap_space, trusted_kernel
 from launcher.engine.pipeline import PipelineEngine
 from launcher.engine.process import keep_freed_memory, without_dynamo
 from launcher.engine.sequence import attach_sequence, check_groups, check_sequence, sequence_size
@@ -80,7 +81,7 @@ from launcher.zero.partition import build_units
 from launcher.zero.placement import Disks
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
-from launcher.zero.stages import TORCH_DTYPES, Place, Precision, ZeroPolicy
+from launcher.zero.states import TORCH_DTYPES, dtype_of
 from launcher.zero.step import MAX_NAMES, DelayedUpdate
 from launcher.zero.tiling import tile_to_fit
 
@@ -139,8 +140,8 @@ def initialize(
     if settings.log_level is not None:
         get_logger().setLevel(settings.log_level.upper())
     batch = _batch(settings, sizes)
-    policy = zero_policy(settings, sizes)
-    check_types(model, policy.precision.param_dtype)
+    policy = zero_policy(settings, sizes.num_replicas)
+    check_types(model, TORCH_DTYPES[policy.precision.param])
     mesh = build_mesh(world, sizes, shard_size=policy.mesh.shard_size, node_size=policy.mesh.node_size)
     check_groups(mpu, mesh)
     group = mesh.data
@@ -302,8 +303,8 @@ def _place_buffers(model: nn.Module, settings: Config, precision: Precision, mes
         params_left_out(model),
         buffers_kept(model, mesh.data.device, lambda buffer: buffer_dtype(buffer.dtype, configured)),
     ):
-        model.to(device=mesh.data.device, dtype=precision.param_dtype)
-    widen_batch_norms(model, precision.dtype_of)
+        model.to(device=mesh.data.device, dtype=TORCH_DTYPES[precision.param])
+    widen_batch_norms(model, partial(dtype_of, precision))
     for buffer in model.buffers():
         if has_shared_elements(buffer):  # as `expand` makes them: nothing can be written to one of them alone
             buffer.data = buffer.data.contiguous()
@@ -317,7 +318,7 @@ def _place_others(model: nn.Module, precision: Precision, mesh: ParallelMesh) ->
     """Bring parameters that are in no unit to the device, in their type and with rank 0's values: frozen ones."""
     others = [param for param in model.parameters() if unit_params_of(param) is None]
     for param in others:
-        param.data = param.data.to(device=mesh.data.device, dtype=precision.dtype_of(param))
+        param.data = param.data.to(device=mesh.data.device, dtype=dtype_of(precision, param))
     of_experts = [param for param in others if is_moe_param(param)]
     of_all = [param for param in others if not is_moe_param(param)]
     for params, own_mesh in ((of_all, mesh), (of_experts, mesh.of_experts or mesh)):
@@ -331,11 +332,12 @@ def _casting(model: nn.Module, settings: Config, precision: Precision, group: Ra
     if modules is not None and settings.torch_autocast.enabled:
         keep_autocast_to(model, modules, device_type)
     casts_inputs = settings.fp16.enabled and settings.fp16.auto_cast
+    param_dtype = TORCH_DTYPES[precision.param]
     return Casting(
         device_type,
-        precision.param_dtype if casts_inputs else None,
-        precision.autocast_dtype,
-        mixed_types_hint(model, precision.param_dtype),
+        param_dtype if casts_inputs else None,
+        None if precision.autocast is None else TORCH_DTYPES[precision.autocast],
+        mixed_types_hint(model, param_dtype),
     )
 
 
@@ -366,7 +368,7 @@ def _shard(
     # hyper-parameters of the moment, which in a thread would be another.
     needs_kernel = policy.offload.optimizer is Place.DISK or policy.offload.is_delayed
     last_resort = ReferenceKernel() if needs_kernel else None
-    state_dtype = policy.precision.param_dtype if policy.precision.has_16bit_states else torch.float32
+    state_dtype = TORCH_DTYPES[policy.precision.state]
     found = {kind: kernel_for(kind) for kind in (group.device.type, "cpu")}
     if group.device.type != "cpu":
         found[group.device.type] = trusted_kernel(found[group.device.type], plan, shards, state_dtype, mesh.world)

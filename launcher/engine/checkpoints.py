@@ -35,6 +35,7 @@ from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parts import EngineParts
 from launcher.parallel.expert.share import absent_parameters
 from launcher.zero.gathered import GatheredParameters
+from launcher.zero.states import TORCH_DTYPES
 
 _EXTRA_STATE = "_extra_state"
 
@@ -273,7 +274,7 @@ class Checkpoints:
         )
         facts = {
             "stage": engine.zero_optimization_stage(),
-            "precision": str(self._parts.policy.precision.param_dtype).removeprefix("torch."),
+            "precision": str(TORCH_DTYPES[self._parts.policy.precision.param]).removeprefix("torch."),
             "tied": tied,
             "buffers": sorted(buffers),
             "order": list(order),

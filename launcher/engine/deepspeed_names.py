@@ -26,7 +26,7 @@ from launcher.engine.sharded import ShardedModel
 from launcher.engine.watch import ProfiledStep, Watch
 from launcher.monitor.curves import Curves
 from launcher.monitor.meters import ThroughputTimer
-from launcher.zero.stages import TORCH_DTYPES
+from launcher.zero.states import TORCH_DTYPES
 
 # Method -> the key of the config whose value in force it returns.
 _GETTERS = {
@@ -177,7 +177,7 @@ class DeepSpeedNames:
         """Return the precision of the parameters, and that in which gradients are summed."""
         named = self._parts.settings.data_types.grad_accum_dtype
         sums = torch.float32 if named is None else TORCH_DTYPES[DType(named)]
-        return self._parts.policy.precision.param_dtype, sums
+        return TORCH_DTYPES[self._parts.policy.precision.param], sums
 
     def optimizer_name(self) -> str | None:
         """Return the type of the config's optimizer, in lower case."""

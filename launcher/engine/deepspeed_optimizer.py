@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from launcher.config.schema import Config
 from launcher.optim.api import ParamShard
 from launcher.optim.scaling import LossScaler
-from launcher.zero.stages import UnitState
+from launcher.zero.states import UnitState
 from launcher.zero.unit import FlatUnit
 
 

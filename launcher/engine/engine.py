@@ -29,6 +29,7 @@ from launcher.engine.saving import SavesCheckpoints
 from launcher.engine.watch import StepFacts, Watch
 from launcher.monitor.meters import LossReporter, ThroughputTimer
 from launcher.zero.parameters import find_shared_counts
+from launcher.zero.states import TORCH_DTYPES
 from launcher.zero.step import step_units
 
 _ENGINE, _OPTIMIZER, _DROPPED = "engine.step()", "optimizer.step()", "engine.zero_grad()"
@@ -73,7 +74,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._losses: list[Tensor] = []  # of this accumulation, to be shown
         self._loss_reporter = LossReporter(is_wanted=self.global_rank == 0)
         self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
-        self._watch = Watch(parts.settings, parts.mesh.world, model, parts.policy.precision.compute_dtype)
+        self._watch = Watch(parts.settings, parts.mesh.world, model, TORCH_DTYPES[parts.policy.precision.compute])
         self._model_facts = ModelFacts(model)
         find_shared_counts(unit.params for unit in parts.sharded.units)
         for unit in parts.sharded.units:

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from launcher.base.errors import EngineError, did_you_mean
-from launcher.config.schema_zero import DEFAULT_LEAF_CLASSES, LeafModule
+from launcher.config.schema import DEFAULT_LEAF_CLASSES, LeafModule
 from launcher.zero.parameters import unit_params_of
 
 

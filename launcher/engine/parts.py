@@ -1,4 +1,4 @@
-"""What an engine is built of, and what of it the config alone decides: policy, files on disk, loss scale, kernels."""
+"""What an engine is built of, and what of it the config alone decides: files on disk, loss scale, kernels."""
 
 from __future__ import annotations
 
@@ -11,9 +11,8 @@ import torch
 from launcher.base.log import get_logger
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
-from launcher.config import policies
 from launcher.config.equations import BatchPlan
-from launcher.config.policies import DType, autocast_dtype
+from launcher.config.policies import DType, Place, ZeroPolicy, autocast_dtype, offload_policy
 from launcher.config.schema import Config, Fp16
 from launcher.engine.casting import Casting
 from launcher.engine.data import DistributedLoader
@@ -25,9 +24,7 @@ from launcher.optim.api import ParamShard
 from launcher.optim.factory import OptimizerPlan
 from launcher.optim.rules import RULES, states_of
 from launcher.optim.scaling import LossScaleRules
-from launcher.sharding.mesh import MeshSizes
 from launcher.zero.placement import Disks, open_disk
-from launcher.zero.stages import ZeroPolicy
 
 
 @dataclass(frozen=True)
@@ -51,15 +48,10 @@ class EngineParts:
         return self.mesh.data
 
 
-def zero_policy(settings: Config, sizes: MeshSizes) -> ZeroPolicy:
-    """Return the policy of a run."""
-    return ZeroPolicy.of(policies.zero_policy(settings, sizes.num_replicas))
-
-
 def swap_space(settings: Config) -> Disks:
     """Open the files of what is offloaded to disk. Raises: EngineError for a folder that cannot be written."""
     zero, aio = settings.zero_optimization, settings.aio
-    has_params = policies.offload_policy(settings).params is policies.Place.DISK
+    has_params = offload_policy(settings).params is Place.DISK
     return Disks(
         optimizer=open_disk(zero.offload_optimizer, aio, writes_behind=zero.offload_optimizer.pipeline_write),
         params=open_disk(zero.offload_param, aio, writes_behind=True) if has_params else None,

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from launcher.base.errors import ConfigError, EngineAssertionError, EngineError, did_you_mean
 from launcher.comm.buffers import BufferPool
 from launcher.comm.groups import RankGroup
-from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
+from launcher.config.schema_params import OPTIMIZER_PARAMS
 from launcher.kernels.api import Kernel
 from launcher.kernels.reference import ReferenceKernel
 from launcher.optim.api import FlatOptimizer, ParamShard

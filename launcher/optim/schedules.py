@@ -22,7 +22,7 @@ from launcher.base import env
 from launcher.base.errors import ConfigError, EngineError, did_you_mean
 from launcher.base.log import get_logger
 from launcher.config.check import check_params
-from launcher.config.schema_schedules import TORCH_SCHEDULER_PARAMS
+from launcher.config.schema_params import TORCH_SCHEDULER_PARAMS
 
 WARMUP_TYPES = ("log", "linear")
 CYCLED_SECOND_BETA = 0.99  # OneCycle's, while it cycles the first one

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.sharding.layout import ParamSlot
-from launcher.zero.stages import ParameterState, UnitState
+from launcher.zero.states import ParameterState, UnitState
 from launcher.zero.unit import FlatUnit, unit_of
 
 # Returns the tensor of the owned range of a unit, 1-D [owned], or None when there is none (yet).

@@ -20,13 +20,13 @@ from launcher.base.progress import phase
 from launcher.comm.groups import RankGroup, init_distributed
 from launcher.comm.groups import world_group as all_ranks
 from launcher.comm.mesh import ParallelMesh
-from launcher.config.policies import param_dtype
+from launcher.config.policies import Place, param_dtype
 from launcher.sharding.layout import CHUNK_ALIGNMENT_NUMEL, layout_unit
 from launcher.zero.described import describe
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.parameters import ShardSpec, UnitParameters, param_info, unit_params_of
 from launcher.zero.placement import ON_DEVICE, Placement, settings_for_construction, shard_placements
-from launcher.zero.stages import TORCH_DTYPES, Place
+from launcher.zero.states import TORCH_DTYPES
 
 _INITIALIZERS = tuple(name for name in dir(nn.init) if name.endswith("_") and not name.startswith("_"))
 _active: list[Init] = []

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from launcher.base.errors import EngineError
 from launcher.sharding.layout import ParamSlot
 from launcher.zero.parameters import UnitParameters, ZeroParamStatus, own_part, unit_params_of, written_by
-from launcher.zero.stages import ParameterState
+from launcher.zero.states import ParameterState
 
 _param_ids = itertools.count()
 

@@ -23,13 +23,14 @@ from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
 from launcher.comm.streams import Side
+from launcher.config.policies import DType, ZeroPolicy
 from launcher.sharding.layout import UnitLayout
 from launcher.zero.disk import Swapped
 from launcher.zero.local_gradients import LocalGradients
 from launcher.zero.marks import is_copy
 from launcher.zero.owned_gradient import OwnedGradient, sum_of_squares
 from launcher.zero.placement import Placement
-from launcher.zero.stages import UnitState, ZeroPolicy, check_transition
+from launcher.zero.states import TORCH_DTYPES, UnitState, check_transition
 from launcher.zero.tensors import digest
 
 # ---- What a unit's gradients are while they travel between ranks: their type, and the factors of the average ----
@@ -47,7 +48,7 @@ class GradientCodec:
         self._policy = policy
         self._group = group
         self._is_alone = group.process_group is None
-        self.dtype = policy.precision.wire_dtype or policy.precision.param_dtype
+        self.dtype = TORCH_DTYPES[policy.precision.wire or policy.precision.param]
         self.scale = policy.reduction.factor(num_ranks)  # of the sum, for the average
         self._encoded: Tensor | None = None  # 1-D [padded], in flight
 
@@ -58,7 +59,7 @@ class GradientCodec:
         It saves a pass over the buffer. A power of two is exact in fp32 and bf16; fp16 would underflow.
         """
         is_exact = math.frexp(self.scale)[0] == 0.5
-        is_wide = self._policy.precision.grad_dtype == torch.float32 and self.dtype != torch.float16
+        is_wide = self._policy.precision.grad is DType.FP32 and self.dtype != torch.float16
         return self.scale if is_exact and is_wide and self._policy.reduction.predivide == 1.0 else 1.0
 
     @property
@@ -69,7 +70,7 @@ class GradientCodec:
         needed at once.
         """
         precision = self._policy.precision
-        is_narrow = precision.wire_dtype is None and precision.param_dtype != precision.grad_dtype
+        is_narrow = precision.wire is None and precision.param is not precision.grad
         is_plain = self._policy.overlap_comm and self._policy.reduction.predivide == 1.0
         return is_narrow and is_plain and not self._is_alone
 
@@ -89,7 +90,7 @@ class GradientCodec:
         is_lossless = num_backwards == 1 and local.dtype == torch.float32
         if self._is_alone or self.dtype == local.dtype:
             return local
-        if self._policy.precision.wire_dtype is None and not is_lossless:
+        if self._policy.precision.wire is None and not is_lossless:
             return local
         self._encoded = self._group.buffers.borrow(local.numel(), self.dtype)
         return self._encoded.copy_(local)
@@ -140,7 +141,7 @@ class UnitGradients:
         # Of gradients as they are taken. Nothing on a GPU: NCCL takes the mean itself.
         self._early_scale = 1.0 if group.runtime.is_async_device else self._codec.exact_scale
         self._sends_what_autograd_makes = self._is_kept_full and self._codec.sends_what_autograd_makes
-        sum_dtype = policy.precision.grad_dtype
+        sum_dtype = TORCH_DTYPES[policy.precision.grad]
         # 1-D [padded] in the type of sums, where all of it is kept until the step.
         full = torch.zeros(layout.padded_numel, dtype=sum_dtype, device=group.device) if self._is_kept_full else None
         self._full = full

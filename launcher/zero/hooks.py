@@ -17,10 +17,10 @@ from torch.utils.hooks import RemovableHandle
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.comm.groups import is_first_rank
+from launcher.config.policies import ParameterPolicy
 from launcher.zero.compiled import outside_graphs
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule, Use
-from launcher.zero.stages import ParameterPolicy
 from launcher.zero.tensors import tensors_in
 from launcher.zero.unit import FlatUnit, unit_of
 

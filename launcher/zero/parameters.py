@@ -34,12 +34,13 @@ from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
 from launcher.comm.streams import PASSED, Side, StreamEvent
+from launcher.config.policies import Place, Precision
 from launcher.sharding.layout import ParamInfo, ParamSlot, UnitLayout
 from launcher.zero.disk import Swapped
 from launcher.zero.host_copy import OffloadedUnit
 from launcher.zero.marks import split_of
 from launcher.zero.placement import ON_DEVICE, Placement
-from launcher.zero.stages import ParameterState, Place, Precision
+from launcher.zero.states import TORCH_DTYPES, ParameterState
 from launcher.zero.tensors import digest
 
 _unit_numbers = itertools.count()
@@ -327,7 +328,7 @@ class UnitParameters:
         is_with_shard = placement.place is self.placement.place and not is_apart
         if not precision.has_master and is_with_shard:
             return self._swap
-        dtype = torch.float32 if precision.has_master else precision.param_dtype
+        dtype = torch.float32 if precision.has_master else TORCH_DTYPES[precision.param]
         self.master = placement.empty(len(self.owned), dtype, self.group)
         with self.shard_in_memory(reads=True):
             self.master.copy_(self.shard)

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from torch import nn
 
 from launcher.comm.mesh import ParallelMesh
+from launcher.config.policies import Place, ZeroPolicy
 from launcher.sharding.grouping import choose_small, form_units, min_unit_numel
 from launcher.sharding.layout import CHUNK_ALIGNMENT_NUMEL, ParamInfo, UnitLayout, layout_unit
 from launcher.zero.leaves import external_parameters, is_leaf, is_tile
 from launcher.zero.marks import full_numel, is_moe_param
 from launcher.zero.parameters import param_info, unit_params_of
 from launcher.zero.placement import NO_DISKS, Disks, Placements
-from launcher.zero.stages import Place, ZeroPolicy
+from launcher.zero.states import dtype_of
 from launcher.zero.unit import FlatUnit, UnitMembers
 
 # ---- The types of torch.autocast ----
@@ -148,7 +149,7 @@ def _members(model: nn.Module, group_of: dict[nn.Parameter, int], policy: ZeroPo
     """Return the parameters that become parts of units, each with the modules that read it."""
     shards_parameters = policy.stage.shards_parameters
     members = {
-        param: _Member(param_info(name, param, policy.precision.dtype_of(param), group_of.get(param)), param, [])
+        param: _Member(param_info(name, param, dtype_of(policy.precision, param), group_of.get(param)), param, [])
         for name, param in model.named_parameters()
         if param in group_of or (shards_parameters and param.is_floating_point())
     }

@@ -14,12 +14,10 @@ from launcher.comm.device import local_device
 from launcher.comm.groups import RankGroup
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
-from launcher.config.policies import offload_policy
-from launcher.config.schema import Config
-from launcher.config.schema_zero import Aio, OffloadOptimizer, OffloadParam
+from launcher.config.policies import OffloadPolicy, Place, offload_policy
+from launcher.config.schema import Aio, Config, OffloadOptimizer, OffloadParam
 from launcher.storage.store import AioSettings
 from launcher.zero.disk import Disk, Swapped
-from launcher.zero.stages import OffloadPolicy, Place
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from launcher.base.errors import EngineError
 from launcher.comm import hosts
 from launcher.comm.groups import RankGroup
 from launcher.comm.streams import Side
+from launcher.config.policies import ZeroPolicy
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.order import Collective, CollectiveOrder
-from launcher.zero.stages import ZeroPolicy
 from launcher.zero.unit import FlatUnit
 
 # Reductions in flight at once. Each holds a full gradient buffer, which stage 2 exists to avoid; two keep the

@@ -10,8 +10,9 @@ import torch
 
 from launcher.base.errors import EngineError
 from launcher.comm.groups import RankGroup
+from launcher.config.policies import ParameterPolicy
 from launcher.zero.order import EVALUATION_HINT, Collective, CollectiveOrder
-from launcher.zero.stages import ParameterPolicy, ParameterState
+from launcher.zero.states import ParameterState
 from launcher.zero.unit import FlatUnit
 
 # ---- Which backward passes still read a unit. Known from the modules' paths alone, so it is alike on every rank ----

@@ -16,13 +16,13 @@ from launcher.comm import pending
 from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import AsyncHostCopy, any_rank, host_all_reduce_max
 from launcher.comm.mesh import ParallelMesh
+from launcher.config.policies import Place, ZeroPolicy
 from launcher.kernels.api import DeviceScale
 from launcher.kernels.cpu import part_of_threads
 from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.owned_gradient import sum_of_all_squares
 from launcher.zero.reducer import GradientReducer
-from launcher.zero.stages import Place, ZeroPolicy
 from launcher.zero.tensors import digest
 from launcher.zero.unit import FlatUnit, lost_anywhere
 

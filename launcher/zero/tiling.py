@@ -18,13 +18,13 @@ from torch.nn import functional as F
 from launcher.base.errors import EngineError, EngineRuntimeError
 from launcher.base.log import get_logger
 from launcher.comm.groups import RankGroup
+from launcher.config.policies import ZeroPolicy
 from launcher.optim.factory import replace_parameters
 from launcher.zero.construct import shard_parameter
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.leaves import external_parameters, get_z3_leaf_modules, set_tile
 from launcher.zero.marks import full_numel
 from launcher.zero.parameters import unit_params_of
-from launcher.zero.stages import ZeroPolicy
 
 _MIN_TILE_NUMEL = 2**18  # gathering fewer at a time costs more than it saves
 

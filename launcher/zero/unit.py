@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.comm.mesh import ParallelMesh
+from launcher.config.policies import Place, ZeroPolicy
 from launcher.optim.api import ParamShard, UnitOptimizer
 from launcher.sharding.layout import ParamSlot, UnitLayout
 from launcher.zero.described import describe
@@ -18,7 +19,7 @@ from launcher.zero.disk import UnitSwap
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.parameters import ShardSpec, UnitParameters, any_thread, unit_params_of
 from launcher.zero.placement import ON_DEVICE, Placements
-from launcher.zero.stages import Place, ZeroPolicy
+from launcher.zero.states import TORCH_DTYPES
 
 _UNIT = "_launch_unit"
 
@@ -62,7 +63,8 @@ class FlatUnit:
         dtype = getattr(torch, layout.slots[0].param.dtype)  # of all of them
         is_sharded_before = all(unit_params_of(param) is not None for param in members.params)
         # What a sharded unit is gathered in under torch.autocast; None: in its own type.
-        cast_to = policy.precision.autocast_dtype if is_sharded and members.is_cast else None
+        autocast = policy.precision.autocast if is_sharded and members.is_cast else None
+        cast_to = None if autocast is None else TORCH_DTYPES[autocast]
         self.gathered_dtype = gathered = None if cast_to == dtype else cast_to
         spec = ShardSpec(dtype, owned, is_sharded, shard_placement, self.label, is_sharded_before, gathered)
         self.params = UnitParameters(members.params, layout, mesh, spec)

@@ -13,7 +13,7 @@ import pytest
 from launcher.base.errors import ConfigError
 from launcher.config.fields import AUTO, Auto
 from launcher.config.load import load_config
-from launcher.config.schema_optimizers import REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
+from launcher.config.schema_params import REFUSED_OPTIMIZERS, WORKING_OPTIMIZERS
 
 GOOD: dict[str, Any] = {
     "train_batch_size": 32,

@@ -13,7 +13,7 @@ from harness.needs import need
 from launcher.base.errors import ConfigError
 from launcher.config.load import LoadedConfig, load_config
 from launcher.config.policies import Place, offload_policy, zero_policy
-from launcher.config.schema_zero import DEFAULT_LEAF_CLASSES
+from launcher.config.schema import DEFAULT_LEAF_CLASSES
 
 
 def said(loaded: LoadedConfig) -> list[str]:

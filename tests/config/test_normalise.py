@@ -12,7 +12,7 @@ import pytest
 from launcher.base.errors import ConfigError
 from launcher.config.fields import Support, status_of
 from launcher.config.load import LoadedConfig, load_config
-from launcher.config.schema_zero import ZeroOptimization
+from launcher.config.schema import ZeroOptimization
 
 LAUNCHER = Path(__file__).resolve().parents[2] / "launcher"
 OLD_KEYS = {
@@ -179,7 +179,7 @@ def test_nothing_else_reads_an_old_key() -> None:
         if (isinstance(node, ast.Attribute) and node.attr in OLD_KEYS)
         or (isinstance(node, ast.Constant) and node.value in OLD_KEYS)
     }
-    assert readers == {"config/normalise.py"}
+    assert readers == {"config/check.py"}
     loaded = load({"stage": 3, **dict.fromkeys(OLD_KEYS, True)})
     assert [getattr(loaded.config.zero_optimization, key) for key in OLD_KEYS] == [None, None, None]
 

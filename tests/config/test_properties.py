@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from launcher.base.errors import ConfigError
 from launcher.config.auto import AutoFacts, resolve_auto
-from launcher.config.load import load_config
-from launcher.config.positions import read_json
+from launcher.config.load import load_config, read_json
 from launcher.config.reference import all_keys
 
 PLAIN_PATHS = [tuple(fact.path.split(".")) for fact in all_keys() if "[" not in fact.path]

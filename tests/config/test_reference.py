@@ -19,14 +19,15 @@ from launcher.config.fields import Section, Support, section_of, status_of
 from launcher.config.load import load_config
 from launcher.config.reference import all_keys, markdown
 from launcher.config.schema import Config
-from launcher.config.schema_optimizers import (
+from launcher.config.schema_other import FlopsProfiler
+from launcher.config.schema_params import (
     ONE_BIT_OPTIMIZERS,
     OPTIMIZER_PARAMS,
     REFUSED_OPTIMIZERS,
+    SCHEDULER_PARAMS,
     WORKING_OPTIMIZERS,
+    WORKING_SCHEDULERS,
 )
-from launcher.config.schema_other import FlopsProfiler
-from launcher.config.schema_schedules import SCHEDULER_PARAMS, WORKING_SCHEDULERS
 from launcher.optim.catalog import BY_NAME
 from launcher.optim.factory import MUP_TYPES
 from launcher.optim.onebit.algorithms import ONE_BIT

@@ -18,7 +18,7 @@ LIMITS = {
     "A gradient at stage 2": 13,
     "A parameter, saved": 8,
     "A parameter, loaded": 7,
-    "The key `stage3_prefetch_bucket_size`": 11,
+    "The key `stage3_prefetch_bucket_size`": 7,
     "A line of the hostfile, to a socket": 16,
     "A line that a rank prints, to the terminal": 11,
     "A failure of a rank, to the exit code": 16,

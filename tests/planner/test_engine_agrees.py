@@ -20,12 +20,12 @@ from torch import nn
 from launcher.comm.device import HostDeviceCopier, PinnedMemory
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
-from launcher.config.policies import zero_policy
+from launcher.config.policies import ZeroPolicy, zero_policy
 from launcher.planner.memory import GRADIENT_UNITS, REDUCING_UNITS, RankMemory, Setting, in_flight_bytes, rank_memory
 from launcher.planner.model import ModelFacts, Parameter
 from launcher.planner.settings import setting_of
 from launcher.zero.partition import plan_units
-from launcher.zero.stages import ZeroPolicy
+from launcher.zero.states import TORCH_DTYPES
 
 WIDTH, NUM_BLOCKS, WORLD_SIZE = 400, 8, 2
 
@@ -94,7 +94,7 @@ def _train(engine: Any) -> int:
     buffers = engine._parts.group.buffers
     buffers.peak_bytes = 0  # of the construction
     for _ in range(3):
-        dtype = engine._parts.policy.precision.param_dtype
+        dtype = TORCH_DTYPES[engine._parts.policy.precision.param]
         engine.backward(engine(torch.ones(2, WIDTH, dtype=dtype)).float().mean())
         engine.step()
     engine.synchronize_parameters()
@@ -212,7 +212,7 @@ def _inferred(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, in
         buffers.peak_bytes = 0  # of the construction
         with torch.no_grad():
             for _ in range(3):
-                engine(torch.ones(2, WIDTH, dtype=engine._parts.policy.precision.param_dtype))
+                engine(torch.ones(2, WIDTH, dtype=TORCH_DTYPES[engine._parts.policy.precision.param]))
         found = {"peak_in_flight": int(buffers.peak_bytes)}
         whole = {param.untyped_storage().data_ptr(): param.untyped_storage().nbytes() for param in engine.parameters()}
         for place, others in (("device", whole), ("host", {})):  # below stage 3 there are no units
@@ -255,7 +255,7 @@ FILLED = {
 def _policy(zero: dict[str, Any], world_size: int) -> tuple[ZeroPolicy, Setting]:
     given = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3, **zero}}
     settings, _ = resolve_auto(load_config(given).config, AutoFacts(world_size=world_size, hidden_size=HIDDEN))
-    return ZeroPolicy.of(zero_policy(settings, world_size)), setting_of(settings, world_size)
+    return zero_policy(settings, world_size), setting_of(settings, world_size)
 
 
 @pytest.mark.parametrize("world_size", [8, 3000])

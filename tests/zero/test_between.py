@@ -26,7 +26,7 @@ from launcher.zero.access import (
 )
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.parameters import full_shape
-from launcher.zero.stages import ParameterState
+from launcher.zero.states import ParameterState
 from launcher.zero.step import first_bad_gradient
 from launcher.zero.unit import unit_of
 

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 import launcher
 from launcher.base.errors import ConfigError, EngineError
 from launcher.config.load import load_config
+from launcher.config.policies import Place
 from launcher.zero import GatheredParameters, Init, ZeroParamStatus
 from launcher.zero.placement import shard_placements
-from launcher.zero.stages import Place
 
 STEPS = 3
 

@@ -13,17 +13,9 @@ from launcher.base.errors import EngineError
 from launcher.comm.device import DeviceRuntime
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
+from launcher.config.policies import STAGES, DType, ParameterPolicy, Precision, ZeroPolicy
 from launcher.zero.partition import build_units
-from launcher.zero.stages import (
-    STAGES,
-    TRANSITIONS,
-    DType,
-    ParameterPolicy,
-    Precision,
-    UnitState,
-    ZeroPolicy,
-    check_transition,
-)
+from launcher.zero.states import TRANSITIONS, UnitState, check_transition
 
 _GROUP = RankGroup(0, 1, None, DeviceRuntime(torch.device("cpu")))
 ALONE = ParallelMesh(_GROUP, _GROUP, _GROUP)

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from launcher.config.schema_optimizers import MuonParams
+from launcher.config.schema_params import MuonParams
 from launcher.optim.factory import OptimizerPlan, as_groups, build_of_kind
 from launcher.optim.muon.muon import Muon, shape_of, uses_muon
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm.groups import RankGroup
-from launcher.config.schema_optimizers import OPTIMIZER_PARAMS
+from launcher.config.schema_params import OPTIMIZER_PARAMS
 from launcher.optim.api import FlatOptimizer, ParamShard
 from launcher.optim.factory import OptimizerBackend, OptimizerPlan, as_groups
 from launcher.optim.onebit.flat import OneBitFlat, ParamState, add_square, denominator, descend, move_against, root_of
