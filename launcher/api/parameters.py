@@ -19,9 +19,8 @@ from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster, NodeRange
 from launcher.cluster.nodeset import MAX_PORT
 from launcher.compat import ENGINES
-from launcher.job.offered import offered_hosts
 from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, LONGEST_S, Command
-from launcher.job.planning import Here, num_ranks
+from launcher.job.planning import Here
 from launcher.job.request import Request
 from launcher.slurm.allocation import in_allocation
 from launcher.transport.local import is_local
@@ -149,11 +148,10 @@ class Parameters:
         }
         return filled(Request, {**vars(self.options), **vars(self), **changed})
 
-    def offered(self, request: Request, here: Here) -> Cluster | None:
-        """Return the hosts to choose from; None: this machine alone. Raises: HostfileError, UsageError."""
+    def given_hosts(self, here: Here) -> Cluster | None:
+        """Return the hosts of `hosts`, None where the request names them. Raises: HostfileError, UsageError."""
         if self.hosts is None:
-            num_slots = num_ranks(request, here)
-            return offered_hosts(request.hostfile, in_slurm=request.in_slurm, num_ranks=num_slots)
+            return None
         from launcher.cluster.hostfile import parse_hostfile
 
         lines = [_with_slots(line, self.ranks, len(here.device_tokens)) for line in self.hosts]

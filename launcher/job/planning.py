@@ -1,4 +1,7 @@
-"""From a request to a plan: which hosts, how each is reached, what every rank gets. Pure: values in, values out."""
+"""From a request to a plan: which hosts, how each is reached, what every rank gets.
+
+Pure, values in and values out, but for `Here.now` and `available_hosts`, which look at what there is.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,8 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from launcher.base.errors import HostfileError, UsageError
+from launcher.base import env
+from launcher.base.errors import HostfileError, TransportError, UsageError
 from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.cluster.devices import given_devices, local_device_tokens
@@ -37,7 +41,7 @@ class Here:
 
 
 @dataclass(frozen=True)
-class Choice:
+class HostSelection:
     """The hosts and slots to use, and what goes with them."""
 
     cluster: Cluster
@@ -63,25 +67,53 @@ def num_ranks(request: Request, here: Here) -> int | None:
     return num_gpus or here.num_cpus
 
 
-def choose_hosts(request: Request, here: Here, offered: Cluster | None) -> Choice:
-    """Return the hosts and slots to use. offered: those of the hostfile or of Slurm; None: this machine.
+def available_hosts(hostfile: str | None, *, in_slurm: bool, num_ranks: int | None = None) -> Cluster | None:
+    """Return the hosts to choose from and their slots: those of a hostfile, or of the Slurm allocation.
+
+    None where there is this machine alone. Reads files, and asks Slurm.
+    num_ranks: slots of each host where Slurm gave no GPUs. Raises: HostfileError, UsageError.
+    """
+    if hostfile is not None:
+        from launcher.cluster.hostfile import read_hostfile
+
+        return read_hostfile(hostfile)
+    if not in_slurm:
+        return None
+    from launcher.slurm.environment import read_allocation  # 7 ms that a command with a hostfile does not pay
+
+    return read_allocation(os.environ, gpus_by_node=_gpus_by_node(), num_slots=num_ranks)
+
+
+def _gpus_by_node() -> dict[str, int]:
+    """Ask Slurm for the GPUs of every node: the environment knows this node's at best, and salloc's none at all."""
+    from launcher.slurm.environment import parse_job_detail
+    from launcher.slurm.queue import job_detail
+
+    try:
+        return parse_job_detail(job_detail(os.environ[env.SLURM_JOB_ID.name]))
+    except (TransportError, HostfileError):
+        return {}  # the environment has to do; read_allocation refuses what it cannot know
+
+
+def choose_hosts(request: Request, here: Here, available: Cluster | None) -> HostSelection:
+    """Return the hosts and slots to use. available: those of the hostfile or of Slurm; None: this machine.
 
     Raises: HostfileError, UsageError.
     """
     wanted = num_ranks(request, here)
-    if offered is not None:
+    if available is not None:
         from launcher.cluster.filters import select
 
-        count = None if request.num_nodes is None else request.num_nodes.of(len(offered.hosts))
+        count = None if request.num_nodes is None else request.num_nodes.of(len(available.hosts))
         cluster = select(
-            offered,
+            available,
             include=request.include,
             exclude=request.exclude,
             num_nodes=count,
             num_gpus=wanted,
             source="Slurm" if request.in_slurm else "hostfile",
         )
-        return Choice(cluster, offered.hosts[count:] if count is not None else ())
+        return HostSelection(cluster, available.hosts[count:] if count is not None else ())
     num_devices = len(here.device_tokens)
     if num_devices == 0 or request.num_gpus == "cpu":
         if request.include or request.exclude:
@@ -90,12 +122,12 @@ def choose_hosts(request: Request, here: Here, offered: Cluster | None) -> Choic
                 hint="name the hosts with --hostfile, or give --num-gpus N for N CPU ranks",
             )
         notes = ("no GPU here: the ranks run on the CPU",) if num_devices == 0 else ()
-        return Choice(_like_this(tuple(range(wanted or 1)), request), notes=notes)
+        return HostSelection(_like_this(tuple(range(wanted or 1)), request), notes=notes)
     from launcher.cluster.filters import select
 
     machine = Cluster((Host("localhost", tuple(range(num_devices))),))
     cluster = select(machine, include=request.include, exclude=request.exclude, num_gpus=wanted)
-    return Choice(_like_this(cluster.hosts[0].slots, request))
+    return HostSelection(_like_this(cluster.hosts[0].slots, request))
 
 
 def _like_this(slots: tuple[int, ...], request: Request) -> Cluster:

@@ -19,8 +19,8 @@ def machine(num_gpus: int) -> Here:
     return Here({"NCCL_DEBUG": "INFO"}, "/work", tuple(f"GPU-{index}" for index in range(num_gpus)), num_cpus=6)
 
 
-def planned(request: Request, here: Here, offered: Cluster | None = None) -> JobPlan:
-    cluster = choose_hosts(request, here, offered).cluster
+def planned(request: Request, here: Here, available: Cluster | None = None) -> JobPlan:
+    cluster = choose_hosts(request, here, available).cluster
     return make_plan(request, here, cluster, "calm-otter-0001", JobEnvironment({}, ()), lambda host: f"{host.name}.lan")
 
 
