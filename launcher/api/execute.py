@@ -47,9 +47,9 @@ def execute(parameters: Parameters, output: Output, job_id: str | None = None, r
     job_id, run_folder: given where they are known before the job. Raises: LauncherError when nothing could be started;
     JobTimeout; KeyboardInterrupt after an interrupt, when all ranks have ended.
     """
-    request, here = parameters.request(), Here.now()
+    here = Here.now()
     hosts, ssh = parameters.given_hosts(here), parameters.options.ssh_options
-    job = Job(request, here, ssh, hosts=hosts, job_id=job_id, run_folder=run_folder)
+    job = Job(parameters.request(here), here, ssh, hosts=hosts, job_id=job_id, run_folder=run_folder)
     try:
         plan = job.plan()
         for note in (*job.selection.notes, *plan.notes):

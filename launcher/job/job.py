@@ -41,8 +41,7 @@ class Job:
         hosts: to choose from, in place of those that the request names. local: reaches this machine. job_id,
         run_folder: given where they are known before the job. Raises: LauncherError.
         """
-        self.request = request
-        self._here = here
+        self.request, self.here = request, here
         if hosts is None:
             hosts = available_hosts(request.hostfile, in_slurm=request.in_slurm, num_ranks=num_ranks(request, here))
         self.selection = choose_hosts(request, here, hosts)
@@ -64,7 +63,7 @@ class Job:
         """Return the plan for the chosen hosts, or for others. Raises: LauncherError."""
         plan = make_plan(
             self.request,
-            self._here,
+            self.here,
             cluster or self.selection.cluster,
             self._job_id,
             self._environment,

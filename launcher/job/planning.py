@@ -19,6 +19,7 @@ from launcher.cluster.nodeset import is_host, is_loopback
 from launcher.job.plan import JobPlan, Settings
 from launcher.job.request import Request
 from launcher.job.variables import JobEnvironment, forwarded
+from launcher.schedulers.detect import in_allocation
 from launcher.transport.local import is_local
 
 
@@ -31,13 +32,15 @@ class Here:
     device_tokens: tuple[str, ...]  # see cluster.devices
     num_cpus: int  # that this process may use
     hides_gpus: bool = False  # a variable says that this process uses none
+    in_allocation: bool = False  # of Slurm, whatever hosts are chosen
 
     @classmethod
     def now(cls) -> Here:
         """Look. Raises: UsageError where the working folder is gone."""
         environ = dict(os.environ)
         tokens, num_cpus = local_device_tokens(environ), len(os.sched_getaffinity(0))
-        return cls(environ, working_folder(), tokens, num_cpus, hides_gpus=given_devices(environ) == [])
+        hides_gpus, is_inside = given_devices(environ) == [], in_allocation(environ)
+        return cls(environ, working_folder(), tokens, num_cpus, hides_gpus, is_inside)
 
 
 @dataclass(frozen=True)
@@ -79,14 +82,14 @@ def available_hosts(hostfile: str | None, *, in_slurm: bool, num_ranks: int | No
         return read_hostfile(hostfile)
     if not in_slurm:
         return None
-    from launcher.slurm.environment import read_allocation  # 7 ms that a command with a hostfile does not pay
+    from launcher.schedulers.slurm import read_allocation  # 7 ms that a command with a hostfile does not pay
 
     return read_allocation(os.environ, gpus_by_node=_gpus_by_node(), num_slots=num_ranks)
 
 
 def _gpus_by_node() -> dict[str, int]:
     """Ask Slurm for the GPUs of every node: the environment knows this node's at best, and salloc's none at all."""
-    from launcher.slurm.environment import parse_job_detail
+    from launcher.schedulers.slurm import parse_job_detail
     from launcher.slurm.queue import job_detail
 
     try:

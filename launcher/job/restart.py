@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
 import signal
 import time
 from collections.abc import Callable, Collection, Sequence
@@ -21,7 +20,6 @@ from launcher.job.job import Job
 from launcher.job.logs import RunFolder
 from launcher.job.outcome import RunReport
 from launcher.job.plan import JobPlan
-from launcher.slurm.allocation import in_allocation
 
 Run = Callable[[JobPlan], RunReport]
 Replan = Callable[[Cluster], JobPlan]
@@ -65,7 +63,7 @@ def run_job(job: Job, first: JobPlan, display: Display, signals: SignalQueue) ->
         job.reach.prepare([node.host for node in plan.placement.nodes])
         return Controller(plan, job.reach.for_host, display, signals).run(lambda: job.mesh_of(plan))
 
-    max_restarts, is_in_slurm = job.request.max_restarts, in_allocation(os.environ)
+    max_restarts, is_in_slurm = job.request.max_restarts, job.here.in_allocation
     policy = RestartPolicy(
         max_restarts,
         # Slurm takes the nodes of a job back after a notice: there the batch script has the job queued again.

@@ -18,7 +18,7 @@ from launcher.cluster.cluster import Cluster, Host, NodeRange
 from launcher.cluster.devices import local_device_tokens
 from launcher.job.planning import available_hosts
 from launcher.job.reach import Reach, Transports
-from launcher.slurm.allocation import in_allocation
+from launcher.schedulers.detect import in_allocation
 from launcher.transport.ssh.options import SshOptions
 
 
@@ -31,17 +31,14 @@ class HostOptions:
     exclude: str = ""
     num_nodes: NodeRange | None = None
     force_multi: bool = False
+    in_slurm: bool  # the hosts are those of the Slurm allocation this command runs in
     ssh: SshOptions
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> HostOptions:
         """Return what the options of a command say, of which these are some."""
-        return filled(cls, {**values, "ssh": ssh_options(values)})
-
-    @property
-    def in_slurm(self) -> bool:
-        """Whether the hosts are those of the Slurm allocation this command runs in."""
-        return self.hostfile is None and in_allocation(os.environ)
+        in_slurm = values["hostfile"] is None and in_allocation(os.environ)
+        return filled(cls, {**values, "in_slurm": in_slurm, "ssh": ssh_options(values)})
 
     def reach(self, cluster: Cluster, *, shell_only: bool = False) -> Reach:
         """Return how the hosts are reached. Raises: UsageError.

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 
 from launcher.base import env
 from launcher.base.errors import HostfileError, UsageError
-from launcher.base.scheduler_rank import parse_counts
 from launcher.cluster.cluster import MAX_EXPANSION, Cluster, Host
 from launcher.cluster.nodeset import expand
+from launcher.schedulers.rank import parse_counts
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
 _NUMBER = re.compile(r"\d{1,9}")

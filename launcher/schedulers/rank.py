@@ -51,6 +51,11 @@ class SchedulerRank(Record):
         return self.started_by.partition(" ")[0]
 
     @property
+    def is_task(self) -> bool:
+        """Whether it is a task of Slurm's srun."""
+        return self.started_by == SRUN
+
+    @property
     def is_one_host(self) -> bool:
         """Whether all ranks are known to be on this host."""
         return self.local_world_size == self.world_size
