@@ -33,7 +33,7 @@ from launcher.cluster.cores import parse_core_list
 from launcher.cluster.filters import select
 from launcher.cluster.hostfile import parse_hostfile
 from launcher.cluster.nodeset import expand, fold, parse_address
-from launcher.job.variables import parse_env_file
+from launcher.plan.variables import parse_env_file
 from launcher.schedulers.rank import scheduler_rank
 from launcher.schedulers.slurm import parse_job_detail, parse_nodelist, read_allocation
 from launcher.slurm.framing import DATA, LineReader, encode_lines

@@ -15,11 +15,10 @@ from launcher.base.errors import JobError, LauncherError
 from launcher.base.units import format_duration
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
-from launcher.job.job import Job
-from launcher.job.outcome import RunReport
-from launcher.job.plan import JobPlan
-from launcher.job.planning import Here
+from launcher.job.events import RunReport
 from launcher.job.restart import run_job
+from launcher.plan.plan import JobPlan
+from launcher.plan.planning import Here, Job
 
 
 @contextlib.contextmanager

@@ -19,9 +19,9 @@ from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster, NodeRange
 from launcher.cluster.nodeset import MAX_PORT
 from launcher.compat import ENGINES
-from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, LONGEST_S, Command
-from launcher.job.planning import Here
-from launcher.job.request import Request
+from launcher.plan.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, LONGEST_S, Command
+from launcher.plan.planning import Here
+from launcher.plan.request import Request
 from launcher.transport.local import is_local
 from launcher.transport.ssh.options import WAYS, SshOptions
 

@@ -16,18 +16,17 @@ from launcher.base.secrets import mask_arguments
 from launcher.cli.console import render, streams
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
-from launcher.job.job import Job
-from launcher.job.planning import Here
-from launcher.job.registry import registered
-from launcher.job.request import DEFAULT_LOG_DIR
 from launcher.job.restart import run_job
+from launcher.plan.planning import Here, Job
+from launcher.plan.request import DEFAULT_LOG_DIR
+from launcher.registry.registry import registered
 
 if TYPE_CHECKING:
     from launcher.cli.console.live import LiveView
     from launcher.cli.options.run import RunOptions
-    from launcher.job.plan import JobPlan
-    from launcher.job.reach import Reach
-    from launcher.job.request import Request
+    from launcher.fleet.reach import Reach
+    from launcher.plan.plan import JobPlan
+    from launcher.plan.request import Request
     from launcher.transport.local import LocalTransport
 
 _STILL_SHOWING = "waiting for standard output to be read (Ctrl-C: leave; everything is in {}/)"

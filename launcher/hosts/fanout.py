@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 
 from launcher.agent.wire import Exited, Hello, Message, Output, PickPort, PortPicked, Spawn, SpawnFailed
 from launcher.base.errors import Diagnostic
+from launcher.base.exit_codes import shell_code
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.fleet.agent import Agent
@@ -22,9 +23,8 @@ from launcher.fleet.member import Ended, Event
 from launcher.fleet.signals import SignalQueue
 from launcher.hosts.session import GRACE_S, Held, HostResult, HostRun, Task
 from launcher.hosts.shell_session import ShellSession
-from launcher.job.outcome import shell_code
-from launcher.job.plan import DEFAULT_LEASE_S
-from launcher.job.variables import forwarded
+from launcher.plan.plan import DEFAULT_LEASE_S
+from launcher.plan.variables import forwarded
 from launcher.transport.api import Transport
 
 # ---- One program on one host under an ordinary agent, which ends whatever the program leaves behind ----

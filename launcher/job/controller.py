@@ -40,12 +40,12 @@ from launcher.fleet.fleet import Fleet, sweep_lost_hosts
 from launcher.fleet.member import Ended, Event
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
+from launcher.job.events import RunReport
 from launcher.job.hang import HangWatch, StackCollector, find_straggler
 from launcher.job.logs import RunFolder
 from launcher.job.node import Node, Rank, describe_leftovers, pieces_of
-from launcher.job.outcome import RunReport
-from launcher.job.plan import JobPlan
 from launcher.job.root_cause import RootCause
+from launcher.plan.plan import JobPlan
 from launcher.transport.api import Transport
 
 _LOOK_INTERVAL_S = 0.1  # between two looks at all ranks, however many events come in

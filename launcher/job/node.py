@@ -14,8 +14,8 @@ from launcher.cluster.cluster import NodePlacement
 from launcher.fleet.agent import Agent
 from launcher.job.display import Display
 from launcher.job.logs import RankLog, RunFolder
-from launcher.job.plan import JobPlan, Settings
-from launcher.job.variables import device_tokens, job_variables, rank_variables
+from launcher.plan.plan import JobPlan, Settings
+from launcher.plan.variables import device_tokens, job_variables, rank_variables
 from launcher.transport.api import Shared
 
 # ---- One rank, as a run sees it: all of its state in one record ----

@@ -15,11 +15,10 @@ from launcher.cluster.cluster import Cluster, Host
 from launcher.fleet.signals import SignalQueue
 from launcher.job.controller import Controller
 from launcher.job.display import Display
-from launcher.job.events import Watcher
-from launcher.job.job import Job
+from launcher.job.events import RunReport, Watcher
 from launcher.job.logs import RunFolder
-from launcher.job.outcome import RunReport
-from launcher.job.plan import JobPlan
+from launcher.plan.plan import JobPlan
+from launcher.plan.planning import Job
 
 Run = Callable[[JobPlan], RunReport]
 Replan = Callable[[Cluster], JobPlan]

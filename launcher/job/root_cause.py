@@ -18,11 +18,11 @@ from dataclasses import dataclass
 from typing import Any
 
 from launcher.agent.wire import Exited, Raised, SpawnFailed
-from launcher.base.exit_codes import ExitCode
+from launcher.base.exit_codes import ExitCode, shell_code
 from launcher.base.signals import term_is_notice
 from launcher.fleet.agent import Agent
+from launcher.job.events import Failure, FailureKind, describe_status, signal_name
 from launcher.job.node import Node, Rank
-from launcher.job.outcome import Failure, FailureKind, describe_status, shell_code, signal_name
 
 LAST_LINES = 15
 # A rank that fails later than this after a failure did so because of it: clean-up code, lost peers.

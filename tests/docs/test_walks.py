@@ -19,7 +19,7 @@ LIMITS = {
     "A parameter, saved": 8,
     "A parameter, loaded": 7,
     "The key `stage3_prefetch_bucket_size`": 11,
-    "A line of the hostfile, to a socket": 15,
+    "A line of the hostfile, to a socket": 14,
     "A line that a rank prints, to the terminal": 10,
     "A failure of a rank, to the exit code": 12,
     "A Slurm allocation, to agents": 9,

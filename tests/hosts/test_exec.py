@@ -18,10 +18,10 @@ from harness.sshd import LoopbackSshd
 from launcher.cli.commands.exec import Display, show_results
 from launcher.cluster.cluster import Host
 from launcher.cluster.nodeset import expand
+from launcher.fleet.reach import Transports
 from launcher.hosts import fanout, session
 from launcher.hosts.fanout import Fanout
 from launcher.hosts.session import Task
-from launcher.job.reach import Transports
 from launcher.transport.local import LocalTransport
 from launcher.transport.ssh.options import SshOptions
 

@@ -10,11 +10,11 @@ import pytest
 
 from launcher.agent.wire import Exited, SpawnFailed
 from launcher.cluster.cluster import Cluster, Host, NodePlacement, place
+from launcher.job.events import Failure
 from launcher.job.logs import RankLog
 from launcher.job.node import Node, Rank
-from launcher.job.outcome import Failure
-from launcher.job.plan import Command, JobPlan
 from launcher.job.root_cause import RootCause
+from launcher.plan.plan import Command, JobPlan
 
 PLAN = JobPlan(
     "job", place(Cluster((Host("a", (0,)),))), Command("script", "t.py", ()), "/", Path("runs"), "a", None, {}, {}

@@ -22,7 +22,7 @@ from launcher.cli.options.types import Seconds, files
 from launcher.cluster.nodeset import fold, fold_findings
 from launcher.hosts.fanout import Fanout, Listener
 from launcher.hosts.session import Held, HostResult, Task
-from launcher.job.plan import new_job_id
+from launcher.plan.plan import new_job_id
 
 _QUIET_S = 2.0  # hosts are shown together until none has ended for so long,
 _MAX_GATHER_S = 10.0  # or the first of them has waited for so long

@@ -24,8 +24,8 @@ from launcher.cli.options.types import Ranks, Seconds, Whole, core_list, files, 
 from launcher.cluster.cluster import MAX_SLOTS
 from launcher.compat import AUTO as AUTO_ENGINE
 from launcher.compat import ENGINES
-from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, Command
-from launcher.job.request import DEFAULT_LOG_DIR, Request
+from launcher.plan.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, Command
+from launcher.plan.request import DEFAULT_LOG_DIR, Request
 from launcher.transport.ssh.options import SshOptions
 
 _ranks, _hosts, _failure, _output = map(under, ("Ranks", "Hosts", "Failure", "Output"))

@@ -16,8 +16,8 @@ from launcher.cli.options.command import declared
 from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, HOST_CHOICE, REACHING, default_hostfile, ssh_options
 from launcher.cluster.cluster import Cluster, Host, NodeRange
 from launcher.cluster.devices import local_device_tokens
-from launcher.job.planning import available_hosts
-from launcher.job.reach import Reach, Transports
+from launcher.fleet.reach import Reach, Transports
+from launcher.plan.planning import available_hosts
 from launcher.schedulers.detect import in_allocation
 from launcher.transport.ssh.options import SshOptions
 
