@@ -19,7 +19,7 @@ from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.fleet.agent import Agent
 from launcher.fleet.fleet import Fleet, sweep_lost_hosts
-from launcher.fleet.member import Ended, Event
+from launcher.fleet.member import Event, HostEnded
 from launcher.fleet.signals import SignalQueue
 from launcher.hosts.session import GRACE_S, Held, HostResult, HostRun, Task
 from launcher.hosts.shell_session import ShellSession
@@ -182,7 +182,7 @@ class Fanout:
             fleet.explain_wait(running)
 
     def _handle(self, session: Session, event: Event) -> None:
-        if isinstance(event, Ended):
+        if isinstance(event, HostEnded):
             self._end(session, event.error or "stopped before its end")
         elif isinstance(event, Message) and isinstance(session, AgentSession):
             session.handle(event)

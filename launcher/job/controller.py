@@ -37,7 +37,7 @@ from launcher.base.units import format_duration
 from launcher.cluster.cluster import Host
 from launcher.fleet.agent import HEARTBEAT_INTERVAL_S
 from launcher.fleet.fleet import Fleet, sweep_lost_hosts
-from launcher.fleet.member import Ended, Event
+from launcher.fleet.member import Event, HostEnded
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
 from launcher.job.events import RunReport
@@ -225,7 +225,7 @@ class Controller:
             self._stop(f"the ranks of {node.name} could not be started ({event.reason})", self._plan.grace_s)
         elif isinstance(event, Bye):
             self._forget_ranks(node)
-        elif isinstance(event, Ended) and not node.exited_cleanly:
+        elif isinstance(event, HostEnded) and not node.exited_cleanly:
             self._lose_host(node, str(event.error))
 
     def _on_raised(self, node: Node, rank: Rank, message: Raised) -> None:
