@@ -25,7 +25,6 @@ from common import Section, argument_parser, table
 from launcher.agent import wire
 from launcher.base import env
 from launcher.base.errors import LauncherError
-from launcher.base.scheduler_rank import scheduler_rank
 from launcher.base.secrets import mask_arguments
 from launcher.cli.commands.run import run as run_command
 from launcher.cli.options.jobfile import read_job_file
@@ -34,8 +33,9 @@ from launcher.cluster.cores import parse_core_list
 from launcher.cluster.filters import select
 from launcher.cluster.hostfile import parse_hostfile
 from launcher.cluster.nodeset import expand, fold, parse_address
-from launcher.job.variables import parse_env_file
-from launcher.slurm.environment import parse_job_detail, parse_nodelist, read_allocation
+from launcher.plan.variables import parse_env_file
+from launcher.schedulers.rank import scheduler_rank
+from launcher.schedulers.slurm import parse_job_detail, parse_nodelist, read_allocation
 from launcher.slurm.framing import DATA, LineReader, encode_lines
 from launcher.slurm.lint import lint_script
 from launcher.transport.command import AGENT_MODULE, agent_shell_command

@@ -1,4 +1,4 @@
-"""Start the ranks of one node."""
+"""Start the ranks of one node, and read what each has left: its error record, its stacks."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ import contextlib
 import errno
 import fcntl
 import functools
+import json
 import marshal
 import os
 import subprocess
 
-from launcher.agent.wire import RESULT, STDERR, STDOUT, Spawn, SpawnFailed
+from launcher.agent.wire import RESULT, STDERR, STDOUT, Spawn, SpawnFailed, is_sound_record
 from launcher.base import env
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.processes import allow_files, die_with_parent, give_limit, original_limit
 from launcher.base.progress import NOTHING, make_counter
 from launcher.base.units import format_bytes
 from launcher.cluster.devices import Devices, all_devices, rank_devices
-from launcher.transport.command import own_argv
+from launcher.transport.command import own_argv, package_root
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -30,6 +31,9 @@ _MAX_VARIABLE_BYTES = 128 << 10  # MAX_ARG_STRLEN of Linux, for a variable or an
 _FILES_A_RANK = 3  # its two pipes and its counter; a third pipe where it makes a function call
 _OWN_FILES = 24  # the agent's own, and those that are open while a rank is started
 _PIPE_BYTES = 1 << 20  # what a rank can write before it waits for the agent
+_MAX_LEFT_BYTES = 4 << 20  # of a file that a rank has left
+_LIBRARY = os.path.dirname(os.__file__)
+_FRAMES_OF = ("start.py", "worker.py", os.path.join("api", "rank.py"))  # lead to the user's code
 _HINTS = {
     errno.EAGAIN: "the limit of processes is reached: see ulimit -u, and pids.max of the container or cgroup",
     errno.EMFILE: "the limit of open files is reached: see ulimit -n",
@@ -42,7 +46,7 @@ _HINTS = {
 }
 
 
-class Rank:
+class RankProcess:
     """One rank's process, its pipes and files, and what is known of its end."""
 
     def __init__(
@@ -137,7 +141,7 @@ def rank_environment(
 
 def spawn_rank(
     spec: Spawn, local_rank: int, scratch: str, cores: list[int] | None = None, call_fd: int | None = None
-) -> Rank:
+) -> RankProcess:
     """Start one rank as the leader of a session of its own, on `cores` where given. Raises: OSError.
 
     call_fd: holds the function call that the rank makes.
@@ -206,7 +210,7 @@ def spawn_rank(
         os.set_blocking(descriptor, False)
         with contextlib.suppress(OSError):  # above the user's pipe limit the default size has to do
             fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
-    return Rank(number, process, streams, files, progress_fd)
+    return RankProcess(number, process, streams, files, progress_fd)
 
 
 def _take_input() -> int | None:
@@ -256,3 +260,38 @@ def append_to_call(descriptor: int | None, data: bytes) -> int:
 def _write_all(descriptor: int, data: bytes) -> None:
     with open(descriptor, "wb", closefd=False) as file:
         file.write(data)
+
+
+# ---- What a rank has left. The paths stand in its environment: anything may be found there ----
+
+
+def read_record(path: str) -> dict[str, Any] | None:
+    """Return the record of a worker; None when none was left, or something that no worker wrote."""
+    record = read_object(path)
+    return record if record is not None and is_sound_record(record) else None
+
+
+def read_object(path: str) -> dict[str, Any] | None:
+    """Return the JSON object in a file, such as torch's `@record` leaves; None where there is none."""
+    try:
+        # Not to wait for a writer, should a pipe stand there.
+        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
+            found = json.loads(file.read(_MAX_LEFT_BYTES) or b"")
+    except (OSError, ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def without_own_frames(text: str) -> str:
+    """Return the stacks that faulthandler has written without the frames that have led to the user's code.
+
+    They are the last of each thread: our own, and those of runpy between them and a module or folder.
+    """
+    own = [os.path.join(package_root(), "launcher", name) for name in _FRAMES_OF]
+    starts = tuple(f'  File "{path}"' for path in (*own, "<frozen runpy>", os.path.join(_LIBRARY, "runpy.py")))
+    kept: list[str] = []
+    for line in reversed(text.splitlines(keepends=True)):
+        is_last = not kept or not kept[-1].startswith("  File ")
+        if not (is_last and line.startswith(starts)):
+            kept.append(line)
+    return "".join(reversed(kept))

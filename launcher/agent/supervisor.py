@@ -21,8 +21,17 @@ from enum import Enum, auto
 
 from launcher.agent import scratch
 from launcher.agent.oom import OomWatch
-from launcher.agent.record import read_object, read_record, without_own_frames
-from launcher.agent.spawn import Rank, append_to_call, check_devices, check_files, spawn_failure, spawn_rank
+from launcher.agent.spawn import (
+    RankProcess,
+    append_to_call,
+    check_devices,
+    check_files,
+    read_object,
+    read_record,
+    spawn_failure,
+    spawn_rank,
+    without_own_frames,
+)
 from launcher.agent.wire import (
     MAGIC,
     PROTOCOL_VERSION,
@@ -110,7 +119,7 @@ class Supervisor:
         self._unhandled_bytes = 0  # of output: sent, or to be sent, and not yet handled by the controller
         self._connected = True
         self._state = _State.WAITING
-        self._ranks: dict[int, Rank] = {}  # by pid
+        self._ranks: dict[int, RankProcess] = {}  # by pid
         self._spec: Spawn | None = None
         self._lease_s: float | None = _WAITING_LEASE_S  # None: the stream's end is enough
         self._last_message_s = time.monotonic()
@@ -197,7 +206,7 @@ class Supervisor:
         free_bytes = window_bytes - self._unhandled_bytes
         return min(free_bytes, _READ_BYTES) if free_bytes >= window_bytes // 4 else 0
 
-    def _set_watched(self, descriptor: int, events: int, wanted: bool, data: Rank | None) -> None:
+    def _set_watched(self, descriptor: int, events: int, wanted: bool, data: RankProcess | None) -> None:
         watched = descriptor in self._selector.get_map()
         if wanted and not watched:
             self._selector.register(descriptor, events, data)
@@ -334,7 +343,7 @@ class Supervisor:
             rank.close()
         self._ranks.clear()
 
-    def _read_rank(self, descriptor: int, rank: Rank) -> None:
+    def _read_rank(self, descriptor: int, rank: RankProcess) -> None:
         room_bytes = self._room_bytes()
         if room_bytes == 0:  # another stream has taken it in this turn
             return
@@ -347,19 +356,19 @@ class Supervisor:
         else:
             self._close_stream(rank, descriptor)
 
-    def _send_output(self, rank: Rank, stream: str, data: bytes) -> None:
+    def _send_output(self, rank: RankProcess, stream: str, data: bytes) -> None:
         message = Output(rank.number, stream, data)
         self._unhandled_bytes += message.cost_bytes
         self._send(message)
 
-    def _close_stream(self, rank: Rank, descriptor: int) -> None:
+    def _close_stream(self, rank: RankProcess, descriptor: int) -> None:
         self._set_watched(descriptor, selectors.EVENT_READ, False, None)
         rank.close_stream(descriptor)
 
     def _reap(self) -> None:
         """Collect ended children: ranks, and orphans of ranks that this agent has adopted."""
         self._has_descendants = True
-        killed: list[Rank] = []
+        killed: list[RankProcess] = []
         while True:
             try:
                 pid, wait_status, usage = os.wait4(-1, os.WNOHANG)
@@ -395,7 +404,7 @@ class Supervisor:
             self._send(LeftBehind(left, [name_of(pid) for pid in left]))
         self._stop(_LEFTOVER_GRACE_S)
 
-    def _report_if_over(self, rank: Rank) -> None:
+    def _report_if_over(self, rank: RankProcess) -> None:
         if rank.status is None:
             return
         is_recent = time.monotonic() - rank.ended_s < _DRAIN_S
@@ -412,7 +421,7 @@ class Supervisor:
             Exited(rank.number, rank.status, rank.ended_s, rank.record, rank.max_rss_bytes, rank.oom, torch_error)
         )
 
-    def _drain(self, rank: Rank, descriptor: int) -> None:
+    def _drain(self, rank: RankProcess, descriptor: int) -> None:
         """Read what is there now; a child of the rank may hold the pipe open for ever, and write as fast as we read."""
         num_left = int.from_bytes(fcntl.ioctl(descriptor, termios.FIONREAD, bytes(4)), sys.byteorder)
         while num_left > 0:
@@ -420,7 +429,7 @@ class Supervisor:
             num_left -= len(data)
             self._send_output(rank, rank.streams[descriptor], data)
 
-    def _pass_on_crash(self, rank: Rank) -> None:
+    def _pass_on_crash(self, rank: RankProcess) -> None:
         """Send what a crash of the rank, or of a fork of it, has written as if it stood in the rank's output."""
         data = b""
         with contextlib.suppress(OSError), open(rank.crash_file, "rb") as file:

@@ -30,6 +30,7 @@ _FRAME_BYTES = 128  # what the frame of an Output adds to its data, at most
 _MIN_COST_BYTES = 512  # of an Output, however short: it may need a line, a buffer, of srun for itself
 _LENGTHS = struct.Struct(">II")
 _MAX_SHOWN_CHARS = 80
+_RECORD_TEXTS = ("type", "message", "traceback")
 _SIMPLE_TYPES = {"int": int, "str": str, "bytes": bytes, "bool": bool, "None": type(None)}
 
 
@@ -342,6 +343,18 @@ def _fits(value: object, wanted: str) -> bool:
         inner = wanted[len("dict[str, ") : -1]
         return isinstance(value, dict) and (inner == "Any" or all(_fits(entry, inner) for entry in value.values()))
     return isinstance(value, _SIMPLE_TYPES[wanted])
+
+
+def is_sound_record(record: dict[str, Any]) -> bool:
+    """Return whether what the controller computes with is in an error record, and of the right type."""
+    time_s, exit_code = record.get("time_s"), record.get("exit_code")
+    return (
+        isinstance(time_s, float)
+        and math.isfinite(time_s)
+        and isinstance(exit_code, int)
+        and 0 < exit_code < 256
+        and all(isinstance(record.get(name), str) for name in _RECORD_TEXTS)
+    )
 
 
 def check_version(hello: Hello, host_name: str) -> None:

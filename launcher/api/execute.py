@@ -15,10 +15,10 @@ from launcher.base.errors import JobError, LauncherError
 from launcher.base.units import format_duration
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
-from launcher.job.job import Job
-from launcher.job.outcome import RunReport
-from launcher.job.plan import JobPlan
-from launcher.job.planning import Here
+from launcher.job.events import RunReport
+from launcher.job.restart import run_job
+from launcher.plan.plan import JobPlan
+from launcher.plan.planning import Here, Job
 
 
 @contextlib.contextmanager
@@ -46,12 +46,12 @@ def execute(parameters: Parameters, output: Output, job_id: str | None = None, r
     job_id, run_folder: given where they are known before the job. Raises: LauncherError when nothing could be started;
     JobTimeout; KeyboardInterrupt after an interrupt, when all ranks have ended.
     """
-    request, here = parameters.request(), Here.now()
-    offered = parameters.offered(request, here)
-    job = Job(request, here, offered, parameters.options.ssh_options, job_id=job_id, run_folder=run_folder)
+    here = Here.now()
+    hosts, ssh = parameters.given_hosts(here), parameters.options.ssh_options
+    job = Job(parameters.request(here), here, ssh, hosts=hosts, job_id=job_id, run_folder=run_folder)
     try:
         plan = job.plan()
-        for note in (*job.choice.notes, *plan.notes):
+        for note in (*job.selection.notes, *plan.notes):
             output.say(note)
         return _run(job, plan, output, parameters.timeout_s)
     finally:
@@ -66,7 +66,7 @@ def _run(job: Job, first: JobPlan, output: Output, timeout_s: float | None) -> E
     report: RunReport | None = None
     with signals.listening() if is_main else contextlib.nullcontext(), _ending_after(timeout_s, signals) as is_over:
         try:
-            report = job.run(first, display, signals)
+            report = run_job(job, first, display, signals)
             for text in report.warnings():
                 display.warning(text)
         except LauncherError:

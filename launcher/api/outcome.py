@@ -11,7 +11,7 @@ from launcher.api.pickling import RAISED, RETURNED, unpack_answer
 from launcher.base.errors import JobError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.units import format_duration
-from launcher.job.outcome import Failure, RunReport
+from launcher.job.events import Failure, RunReport
 
 
 @dataclass(frozen=True)

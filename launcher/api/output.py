@@ -19,9 +19,8 @@ from launcher.api.pickling import MAX_ANSWER_BYTES
 from launcher.base.errors import ProtocolError, UsageError
 from launcher.base.units import counted
 from launcher.cli.console.lines import MixedLines
-from launcher.job.events import Watcher
-from launcher.job.outcome import Failure, RunReport
-from launcher.job.plan import JobPlan
+from launcher.job.events import Failure, RunReport, Watcher
+from launcher.plan.plan import JobPlan
 
 TakeLine = Callable[[int, str, str], object]  # gets rank, "stdout" or "stderr", and a line without its end
 

@@ -19,11 +19,9 @@ from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster, NodeRange
 from launcher.cluster.nodeset import MAX_PORT
 from launcher.compat import ENGINES
-from launcher.job.offered import offered_hosts
-from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, LONGEST_S, Command
-from launcher.job.planning import Here, num_ranks
-from launcher.job.request import Request
-from launcher.slurm.allocation import in_allocation
+from launcher.plan.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, LONGEST_S, Command
+from launcher.plan.planning import Here
+from launcher.plan.request import Request
 from launcher.transport.local import is_local
 from launcher.transport.ssh.options import WAYS, SshOptions
 
@@ -134,26 +132,25 @@ class Parameters:
         """Whether ranks make a function call; else they run a script."""
         return bool(self.command.call)
 
-    def request(self) -> Request:
+    def request(self, here: Here) -> Request:
         """Return the request of a run, in the allocation that this process is in or not. Raises: UsageError."""
         num_nodes = self.options.num_nodes
         hostfile = _LINES if self.hosts is not None else None if self.hostfile is None else os.fspath(self.hostfile)
         log_dir = self.log_dir or os.environ.get(variables.LOG_DIR.name) or "runs"
         changed = {
             "hostfile": hostfile,
-            "in_slurm": hostfile is None and in_allocation(os.environ),
+            "in_slurm": hostfile is None and here.in_allocation,
             "num_nodes": None if num_nodes is None else NodeRange(num_nodes, num_nodes),
             "num_gpus": self.ranks if self.hosts is None else None,  # else the lines have their slots
             "env": tuple(f"{name}={value}" for name, value in self.env.items()),
-            "log_dir": Path(working_folder(), log_dir),
+            "log_dir": Path(here.cwd, log_dir),
         }
         return filled(Request, {**vars(self.options), **vars(self), **changed})
 
-    def offered(self, request: Request, here: Here) -> Cluster | None:
-        """Return the hosts to choose from; None: this machine alone. Raises: HostfileError, UsageError."""
+    def given_hosts(self, here: Here) -> Cluster | None:
+        """Return the hosts of `hosts`, None where the request names them. Raises: HostfileError, UsageError."""
         if self.hosts is None:
-            num_slots = num_ranks(request, here)
-            return offered_hosts(request.hostfile, in_slurm=request.in_slurm, num_ranks=num_slots)
+            return None
         from launcher.cluster.hostfile import parse_hostfile
 
         lines = [_with_slots(line, self.ranks, len(here.device_tokens)) for line in self.hosts]

@@ -25,7 +25,7 @@ from launcher.base.folders import working_folder
 from launcher.base.private_files import make_private_folder, write_private
 from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
-from launcher.job.plan import new_job_id
+from launcher.plan.plan import new_job_id
 from launcher.slurm import queue
 from launcher.slurm.script import Sbatch, job_name_of, render_script
 from launcher.transport.command import own_argv

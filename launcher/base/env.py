@@ -110,7 +110,7 @@ REDUCE_GROUP = EnvVar(
     "communicator of gradient reductions: `own`, or `shared` with gathers; default shared on NCCL, own on gloo",
     "read",
 )
-# Set by Slurm; see slurm/environment.py for their forms.
+# Set by Slurm; see schedulers/slurm.py for their forms.
 SLURM_JOB_ID = EnvVar("SLURM_JOB_ID", "set by Slurm: number of the job", "read")
 SLURM_JOB_NODELIST = EnvVar("SLURM_JOB_NODELIST", "set by Slurm: nodes of the job, compressed", "read")
 SLURM_JOB_NUM_NODES = EnvVar("SLURM_JOB_NUM_NODES", "set by Slurm: number of nodes of the job", "read")
@@ -129,7 +129,7 @@ SLURM_NODEID = EnvVar("SLURM_NODEID", "set by srun: number of the node in the st
 SLURM_RESTART_COUNT = EnvVar("SLURM_RESTART_COUNT", "set by Slurm: how often the job went back into the queue", "read")
 SLURM_HET_SIZE = EnvVar("SLURM_HET_SIZE", "set by Slurm: parts of a heterogeneous job, which is refused", "read")
 SLURMD_NODENAME = EnvVar("SLURMD_NODENAME", "set by Slurm: name of the node a process runs on", "read")
-# Set by other launchers, for each process they start; see base/scheduler_rank.py.
+# Set by other launchers, for each process they start; see schedulers/rank.py.
 OMPI_RANK = EnvVar("OMPI_COMM_WORLD_RANK", "set by Open MPI's mpirun: RANK, where that is not set", "read")
 OMPI_SIZE = EnvVar("OMPI_COMM_WORLD_SIZE", "set by Open MPI's mpirun: WORLD_SIZE", "read")
 OMPI_LOCAL_RANK = EnvVar("OMPI_COMM_WORLD_LOCAL_RANK", "set by Open MPI's mpirun: LOCAL_RANK", "read")
@@ -144,7 +144,7 @@ MPI_LOCALRANKID = EnvVar("MPI_LOCALRANKID", "set by MPICH's and Intel's mpiexec:
 MPI_LOCALNRANKS = EnvVar("MPI_LOCALNRANKS", "set by MPICH's and Intel's mpiexec: LOCAL_WORLD_SIZE", "read")
 PMIX_RANK = EnvVar("PMIX_RANK", "set by PMIx: that this is a rank of a job, whose size something else must say", "read")
 PMIX_NAMESPACE = EnvVar("PMIX_NAMESPACE", "set by PMIx: name of the job, from which MASTER_PORT follows", "read")
-# Set by schedulers that start one command on each node; see job/scheduler_node.py.
+# Set by schedulers that start one command on each node; see schedulers/detect.py.
 PET_NNODES = EnvVar("PET_NNODES", "set by Kubeflow, torchrun's --nnodes: number of nodes", "read")
 PET_NPROC_PER_NODE = EnvVar("PET_NPROC_PER_NODE", "set by Kubeflow, torchrun's --nproc-per-node: ranks here", "read")
 PET_NODE_RANK = EnvVar("PET_NODE_RANK", "set by Kubeflow, torchrun's --node-rank: number of this node", "read")

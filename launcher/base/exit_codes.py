@@ -1,4 +1,4 @@
-"""The exit codes of `launch` itself."""
+"""The exit codes of `launch` itself, and of processes as a shell shows them."""
 
 from __future__ import annotations
 
@@ -15,3 +15,8 @@ class ExitCode(IntEnum):
     REQUEUE = 75  # the ranks saved and ended because the job is to be started again (EX_TEMPFAIL)
     UNREACHABLE = 69  # a host could not be reached or its agent could not start (EX_UNAVAILABLE)
     INTERRUPTED = 130  # Ctrl-C
+
+
+def shell_code(status: int) -> int:
+    """Turn an exit code or minus a signal number into what a shell shows."""
+    return status if status >= 0 else 128 - status

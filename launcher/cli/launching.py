@@ -16,18 +16,17 @@ from launcher.base.secrets import mask_arguments
 from launcher.cli.console import render, streams
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
-from launcher.job.job import Job
-from launcher.job.offered import offered_hosts
-from launcher.job.planning import Here, num_ranks
-from launcher.job.registry import registered
-from launcher.job.request import DEFAULT_LOG_DIR
+from launcher.job.restart import run_job
+from launcher.plan.planning import Here, Job
+from launcher.plan.request import DEFAULT_LOG_DIR
+from launcher.registry.registry import registered
 
 if TYPE_CHECKING:
     from launcher.cli.console.live import LiveView
     from launcher.cli.options.run import RunOptions
-    from launcher.job.plan import JobPlan
-    from launcher.job.reach import Reach
-    from launcher.job.request import Request
+    from launcher.fleet.reach import Reach
+    from launcher.plan.plan import JobPlan
+    from launcher.plan.request import Request
     from launcher.transport.local import LocalTransport
 
 _STILL_SHOWING = "waiting for standard output to be read (Ctrl-C: leave; everything is in {}/)"
@@ -43,8 +42,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     request, here = options.request, Here.now()
     if not options.dry_run:
         request = _with_writable_logs(request, here.cwd)
-    offered = offered_hosts(request.hostfile, in_slurm=request.in_slurm, num_ranks=num_ranks(request, here))
-    job = Job(request, here, offered, options.ssh, local=local)
+    job = Job(request, here, options.ssh, local=local)
     plan = job.plan()
     _check_script(plan)
     _check_local_ranks(options, plan)
@@ -68,12 +66,12 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
         show_messages()
     signals, still_showing = SignalQueue(plan.stop_signals), _STILL_SHOWING.format(plan.run_folder)
     display = Display(console, signals, lambda: streams.say_if_possible(still_showing))
-    for note in (*job.choice.notes, *plan.notes):
+    for note in (*job.selection.notes, *plan.notes):
         display.put(console.note, note)
     with signals.listening(is_last=True):  # once for all runs: no signal may find the defaults between two of them
         try:
             with registered(plan, display.warning) as registration:
-                report = job.run(plan, display, signals)
+                report = run_job(job, plan, display, signals)
                 registration.exit_code = report.exit_code
             display.put(console.finish, report)
         finally:

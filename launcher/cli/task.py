@@ -15,12 +15,12 @@ from click.core import ParameterSource
 from launcher.base import env
 from launcher.base.errors import UsageError
 from launcher.base.exit_codes import ExitCode
-from launcher.base.scheduler_rank import SRUN, SchedulerRank
 from launcher.base.signals import NOTICE_SIGNAL
 from launcher.cli.options.command import Option
 from launcher.cli.options.run import RunOptions
-from launcher.job.scheduler_node import DEFAULT_PORT
-from launcher.slurm.environment import refuse_heterogeneous
+from launcher.schedulers.detect import DEFAULT_PORT
+from launcher.schedulers.rank import SchedulerRank
+from launcher.schedulers.slurm import refuse_heterogeneous
 from launcher.transport.command import own_argv
 
 _WORKER_MODULE = "launcher.worker"
@@ -36,13 +36,13 @@ def run_task(ctx: click.Context, options: RunOptions, values: Mapping[str, Any],
 
     Raises: UsageError for options that belong to a launcher which starts several ranks, and for a missing variable.
     """
-    if task.started_by == SRUN:
+    if task.is_task:
         refuse_heterogeneous(os.environ)
     _refuse_options(ctx, values, task)
     request = options.request
     given = {env.MASTER_ADDR.name: request.master_addr, env.MASTER_PORT.name: request.master_port}
     # srun says all of it for every task; mpirun may leave something to what is exported.
-    known = {} if task.started_by == SRUN else dict(os.environ)
+    known = {} if task.is_task else dict(os.environ)
     known |= {name: str(value) for name, value in given.items() if value is not None}
     variables = task.variables(known, DEFAULT_PORT) | {env.ENGINE.name: request.engine}
     if request.resume:
@@ -52,7 +52,7 @@ def run_task(ctx: click.Context, options: RunOptions, values: Mapping[str, Any],
         return
     if task.rank == 0 and not options.output.quiet:
         click.echo(f"launch · {_job(task)} · {_summary(task, variables)}", err=True)
-        if task.started_by == SRUN and _hides_gpus(task):
+        if task.is_task and _hides_gpus(task):
             click.echo("! one rank for each task of srun, a task here has several GPUs; see docs/slurm.md", err=True)
     sys.stdout.flush()
     signal.pthread_sigmask(signal.SIG_BLOCK, [NOTICE_SIGNAL])  # until the worker listens: it would kill the rank
@@ -71,24 +71,24 @@ def _refuse_options(ctx: click.Context, values: Mapping[str, Any], task: Schedul
         if task.rank != 0:  # all tasks have the same options, and one of them says so
             ctx.exit(ExitCode.USAGE)
         spelling = param.spelling if isinstance(param, Option) else name
-        what = f"{task.world_size} {'tasks' if task.started_by == SRUN else 'processes'}"
+        what = f"{task.world_size} {'tasks' if task.is_task else 'processes'}"
         raise UsageError(
             f"{spelling} has no meaning here: {task.program} has started {what}, and each is one rank",
             hint="run `launch` without srun: it starts the ranks of all nodes of the allocation itself"
-            if task.started_by == SRUN
+            if task.is_task
             else f"leave it out, or run `launch` without {task.program}",
         )
 
 
 def _job(task: SchedulerRank) -> str:
-    if task.started_by != SRUN:
+    if not task.is_task:
         return task.started_by
     return f"Slurm job {os.environ[env.SLURM_JOB_ID.name]}, step {os.environ[env.SLURM_STEP_ID.name]}"
 
 
 def _summary(task: SchedulerRank, variables: Mapping[str, str]) -> str:
     master = f"{variables[env.MASTER_ADDR.name]}:{variables[env.MASTER_PORT.name]}"
-    what = "task" if task.started_by == SRUN else "process"
+    what = "task" if task.is_task else "process"
     return f"rank {task.rank} of {task.world_size} (one for each {what} of {task.program}) · {master}"
 
 

@@ -17,12 +17,12 @@ import torch.distributed as dist
 from launcher.base import env
 from launcher.base.errors import EngineError, UsageError
 from launcher.base.progress import phase
-from launcher.base.scheduler_rank import scheduler_rank
 from launcher.comm.buffers import BufferPool
 from launcher.comm.communicator import Communicator, communicator_for
 from launcher.comm.device import DeviceRuntime, HostDeviceCopier, backend_name, local_device, use_local_device
 from launcher.comm.pending import Call, begin_call, end_call, name_next, waits_for
 from launcher.comm.streams import Streams
+from launcher.schedulers.rank import scheduler_rank
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
 _DEFAULT_PORT = 29500

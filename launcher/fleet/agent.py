@@ -8,7 +8,6 @@ import threading
 import time
 from collections.abc import Collection, Iterable
 
-from launcher.agent.record import is_sound
 from launcher.agent.wire import (
     RESULT,
     STDERR,
@@ -29,6 +28,7 @@ from launcher.agent.wire import (
     Stop,
     check_version,
     encode,
+    is_sound_record,
 )
 from launcher.base.errors import LauncherError, ProtocolError, TransportError
 from launcher.cluster.cluster import Host
@@ -62,7 +62,7 @@ class ProtocolCheck:
         rank = getattr(message, "rank", None)
         if rank is not None and rank not in self._ranks:
             return f"{type(message).__name__} for rank {rank}, which is not on this host"
-        if isinstance(message, (Raised, Exited)) and message.record is not None and not is_sound(message.record):
+        if isinstance(message, (Raised, Exited)) and message.record is not None and not is_sound_record(message.record):
             return f"an unreadable error record of rank {rank}"
         if isinstance(message, Exited):
             if rank not in self._running or message.status not in _STATUSES:

@@ -19,7 +19,7 @@ from launcher.base.errors import Diagnostic, LauncherError, ProtocolError, Trans
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.fleet.agent import Agent
-from launcher.fleet.member import MAX_PARALLEL, NEVER_CONNECTED, Ended, Event, Member, Turns
+from launcher.fleet.member import MAX_PARALLEL, NEVER_CONNECTED, Event, HostEnded, Member, Turns
 from launcher.fleet.signals import wall_s
 from launcher.transport.api import Transport
 
@@ -196,7 +196,7 @@ class Fleet(Generic[M]):
             found = self.get(_POLL_S)
             if found is not None:
                 member, event = found
-                if isinstance(event, Ended):
+                if isinstance(event, HostEnded):
                     self._findings[member] = _diagnostics(member, event.error)
                 if member.ended or is_ready(member):
                     missing.pop(member, None)
@@ -240,7 +240,7 @@ class Fleet(Generic[M]):
         member.slots.release()
         if member.ended:
             return None
-        if isinstance(event, Ended):
+        if isinstance(event, HostEnded):
             if event.error is not None and not isinstance(event.error, (LauncherError, OSError)):
                 raise event.error
             self._drop(member, keeps_channel=member.exited_cleanly)
@@ -279,7 +279,7 @@ class Fleet(Generic[M]):
         self._give_up_at_s = min(self._give_up_at_s, now_s + grace_s + self._goodbye_s)
         for member in self.running:
             if member.cancel() is None:
-                self._put(member, Ended(TransportError(NEVER_CONNECTED)))
+                self._put(member, HostEnded(TransportError(NEVER_CONNECTED)))
             else:
                 member.stop(grace_s)
         return True

@@ -30,13 +30,13 @@ class Connected:
 
 
 @dataclass(frozen=True)
-class Ended:
+class HostEnded:
     """The host has ended or is lost: the last event of it."""
 
     error: Exception | None  # None: its stream ended as it should
 
 
-Event = Message | Connected | Ended
+Event = Message | Connected | HostEnded
 Emit = Callable[[Event], object]
 
 
@@ -125,7 +125,7 @@ class Member(ABC):
             self.follow(channel, emit)
         except Exception as caught:  # noqa: BLE001  # the main thread judges it
             error = caught
-        emit(Ended(error))
+        emit(HostEnded(error))
 
     def open(self, transport_for: Callable[[Host], Transport], turns: Turns) -> Channel:
         """Open the channel. Blocking. Raises: TransportError, also when it was cancelled meanwhile."""

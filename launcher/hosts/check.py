@@ -19,10 +19,10 @@ from launcher.base.timeouts import timeouts
 from launcher.base.units import counted, format_bytes, format_duration
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.nodeset import fold
+from launcher.fleet.reach import Reach
 from launcher.hosts.fanout import Fanout
 from launcher.hosts.session import HostResult, Task
-from launcher.job.plan import new_job_id
-from launcher.job.reach import Reach
+from launcher.plan.plan import new_job_id
 from launcher.transport.command import last_json
 
 # ---- What the facts about a host mean ----

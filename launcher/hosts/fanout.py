@@ -14,17 +14,17 @@ from collections.abc import Callable, Sequence
 
 from launcher.agent.wire import Exited, Hello, Message, Output, PickPort, PortPicked, Spawn, SpawnFailed
 from launcher.base.errors import Diagnostic
+from launcher.base.exit_codes import shell_code
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.fleet.agent import Agent
 from launcher.fleet.fleet import Fleet, sweep_lost_hosts
-from launcher.fleet.member import Ended, Event
+from launcher.fleet.member import Event, HostEnded
 from launcher.fleet.signals import SignalQueue
 from launcher.hosts.session import GRACE_S, Held, HostResult, HostRun, Task
 from launcher.hosts.shell_session import ShellSession
-from launcher.job.outcome import shell_code
-from launcher.job.plan import DEFAULT_LEASE_S
-from launcher.job.variables import forwarded
+from launcher.plan.plan import DEFAULT_LEASE_S
+from launcher.plan.variables import forwarded
 from launcher.transport.api import Transport
 
 # ---- One program on one host under an ordinary agent, which ends whatever the program leaves behind ----
@@ -182,7 +182,7 @@ class Fanout:
             fleet.explain_wait(running)
 
     def _handle(self, session: Session, event: Event) -> None:
-        if isinstance(event, Ended):
+        if isinstance(event, HostEnded):
             self._end(session, event.error or "stopped before its end")
         elif isinstance(event, Message) and isinstance(session, AgentSession):
             session.handle(event)

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from launcher.base.errors import Diagnostic, TransportError
 from launcher.fleet.member import READ_BYTES, Emit, Member
 from launcher.hosts.session import FOLDER_HINT, GRACE_S, HostRun
-from launcher.job.variables import forwarded
+from launcher.plan.variables import forwarded
 from launcher.transport.api import Channel
 from launcher.transport.command import SETUP_FAILED
 from launcher.transport.diagnose import last_words, setup_failure, shell_hint

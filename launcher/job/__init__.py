@@ -1,1 +1,1 @@
-"""Layer 5: one run as a whole: plan, controller, report."""
+"""Layer 5: a plan is run to its end: the controller and what it owns."""

@@ -16,12 +16,10 @@ from collections.abc import Callable
 from typing import Any
 
 from launcher.agent.wire import (
-    RESULT,
     Bye,
     Exited,
     LeftBehind,
     Notify,
-    Output,
     PickPort,
     Progress,
     Raised,
@@ -30,7 +28,7 @@ from launcher.agent.wire import (
     Started,
     TryMaster,
 )
-from launcher.base.errors import Diagnostic, LauncherError, ProtocolError, TransportError, UsageError
+from launcher.base.errors import Diagnostic, LauncherError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.progress import Told
 from launcher.base.signals import NOTICE_SIGNAL
@@ -39,15 +37,15 @@ from launcher.base.units import format_duration
 from launcher.cluster.cluster import Host
 from launcher.fleet.agent import HEARTBEAT_INTERVAL_S
 from launcher.fleet.fleet import Fleet, sweep_lost_hosts
-from launcher.fleet.member import Ended, Event
+from launcher.fleet.member import Event, HostEnded
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
+from launcher.job.events import RunReport
 from launcher.job.hang import HangWatch, StackCollector, find_straggler
 from launcher.job.logs import RunFolder
 from launcher.job.node import Node, Rank, describe_leftovers, pieces_of
-from launcher.job.outcome import RunReport
-from launcher.job.plan import JobPlan
 from launcher.job.root_cause import RootCause
+from launcher.plan.plan import JobPlan
 from launcher.transport.api import Transport
 
 _LOOK_INTERVAL_S = 0.1  # between two looks at all ranks, however many events come in
@@ -56,7 +54,6 @@ _BLOCKED_S = 1.0  # a write that takes longer holds the ranks up
 _WARN_OF_EXIT_S = 2.0
 # Slurm's SIGTERM comes to all nodes, and each agent ends its ranks then: a stop message would signal them twice.
 _SLURM_TERM_S = 1.0
-_LOGS, _DISPLAY = 0, 1  # the ways of output
 
 
 class Controller:
@@ -71,9 +68,8 @@ class Controller:
         self._watcher = watcher
         self._signals = signals
         self._files = RunFolder(plan, watcher, signals.asks_to_leave)
-        placements = plan.placement.nodes
         self._fleet = Fleet(
-            [Node(placement, len(placements), self._take_output) for placement in placements],
+            [Node(placement, plan, self._files, watcher) for placement in plan.placement.nodes],
             transport_for,
             lease_s=plan.lease_s,
             goodbye_s=timeouts().goodbye_s,
@@ -88,13 +84,13 @@ class Controller:
         self._stop_started_s: float | None = None
         self._interrupt: int | None = None  # the first signal that stopped the ranks
         self._late_stop_s = math.inf  # when agents are asked to end ranks that Slurm has signalled
-        self._root_cause = RootCause(self._start_s, self._nodes, self._ranks)
+        self._root_cause = RootCause(self._start_s)
         self._has_warned_of_exit = False
         self._stacks = StackCollector(plan, watcher, self._files.put)
         self._hang_watch: HangWatch | None = None
         self._hung: list[Rank] = []  # while their stacks are being collected
 
-    def run(self, check: Callable[[], None] | None = None) -> RunReport:
+    def run(self, check: Callable[[], object] | None = None) -> RunReport:
         """Run to the end and return how it went. Signals ask for an orderly stop, a second one for a quick one.
 
         check: called while the agents start; what it raises ends the run before any rank is started.
@@ -119,7 +115,7 @@ class Controller:
 
     # ---- start ----
 
-    def _connect(self, check: Callable[[], None] | None) -> None:
+    def _connect(self, check: Callable[[], object] | None) -> None:
         fleet, first, limit_s = self._fleet, self._nodes[0], timeouts().answer_s
         fleet.connect()
         if check is not None:
@@ -229,25 +225,8 @@ class Controller:
             self._stop(f"the ranks of {node.name} could not be started ({event.reason})", self._plan.grace_s)
         elif isinstance(event, Bye):
             self._forget_ranks(node)
-        elif isinstance(event, Ended) and not node.exited_cleanly:
+        elif isinstance(event, HostEnded) and not node.exited_cleanly:
             self._lose_host(node, str(event.error))
-
-    def _take_output(self, node: Node, message: Output) -> None:
-        """Put output on its two ways. Runs on the thread that reads the node."""
-        rank = node.ranks.get(message.rank)
-        if rank is None:
-            raise ProtocolError(f"the agent's stream is damaged: output of rank {message.rank} before its start")
-        if message.stream == RESULT and not self._plan.command.call:
-            raise ProtocolError(f"the agent's stream is damaged: {message.stream} of rank {message.rank} has no place")
-        rank.wrote_s = time.monotonic()
-        node.window.arrived(message)
-        if message.stream == RESULT:  # for the caller alone
-            node.handled(message, _LOGS)
-        else:
-            rank.log.remember(message.data)
-            self._files.write(rank.log, message.data, lambda: node.handled(message, _LOGS))
-        self._watcher.output(message.rank, message.stream, message.data)
-        self._watcher.put(node.handled, message, _DISPLAY)
 
     def _on_raised(self, node: Node, rank: Rank, message: Raised) -> None:
         """Keep what a rank has raised, and wait for its end: exit handlers have the grace for what they do."""

@@ -13,7 +13,7 @@ from launcher.base.private_files import write_private
 from launcher.base.timeouts import timeouts
 from launcher.job.events import Watcher
 from launcher.job.node import Node, Rank
-from launcher.job.plan import JobPlan
+from launcher.plan.plan import JobPlan
 
 _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>.+)$', re.MULTILINE)
 _COMPARED_FRAMES = 3

@@ -2,44 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from launcher.agent.wire import PIECE_BYTES, Call, LeftBehind, Output, Spawn, encode
+from launcher.agent.wire import PIECE_BYTES, RESULT, Call, LeftBehind, Output, Spawn, encode
+from launcher.base.errors import ProtocolError
 from launcher.base.processes import original_limit
 from launcher.base.progress import STARTING
 from launcher.cluster.cluster import NodePlacement
 from launcher.fleet.agent import Agent
-from launcher.job.logs import RankLog
-from launcher.job.outcome import Failure
-from launcher.job.plan import JobPlan, Settings
-from launcher.job.variables import device_tokens, job_variables, rank_variables
+from launcher.job.display import Display
+from launcher.job.logs import RankLog, RunFolder
+from launcher.plan.plan import JobPlan, Settings
+from launcher.plan.variables import device_tokens, job_variables, rank_variables
 from launcher.transport.api import Shared
 
 # ---- One rank, as a run sees it: all of its state in one record ----
-
-
-@dataclass(frozen=True)
-class Moment:
-    """A time by the clock of a host, or by our monotonic one."""
-
-    time_s: float
-    host: Agent | None = None
-
-    @property
-    def ours_s(self) -> float:
-        """By our clock, as far as is known now: what is known of a host's clock gets better with every heartbeat."""
-        return self.time_s + (self.host.clock_offset_s if self.host is not None else 0.0)
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A failure that may be the one which all others followed from."""
-
-    is_lost_peer: bool  # it says of itself that another rank was gone before
-    died: Moment
-    failure: Failure
-    late_status: int | None = None  # how the rank ended, where that seemed to be our own doing
 
 
 @dataclass(eq=False)
@@ -58,8 +37,6 @@ class Rank:
     raised_s: float | None = None  # since when it has been on its way out with an exception
     has_traceback: bool = False  # its traceback is in its log
     stack: str | None = None  # its answer to the last request for stacks
-    failure: Candidate | None = None
-    done: Moment | None = None  # when it ended with 0
 
 
 # ---- One host of a run ----
@@ -71,21 +48,21 @@ class Rank:
 _WINDOW_BYTES = 4 << 20
 _ALL_WINDOWS_BYTES = 512 << 20
 _MIN_WINDOW_BYTES = 1 << 18
-_NUM_WAYS = 2  # of output: to the logs and to the display
+_LOGS, _DISPLAY = _WAYS = 0, 1  # of output
 _MAX_NAMED = 5  # processes that a warning lists
 
 
 class Node(Agent):
     """One host of a run."""
 
-    def __init__(self, placement: NodePlacement, num_nodes: int, take_output: Callable[[Node, Output], None]) -> None:
-        """num_nodes: that share what may be held here. take_output: must not block; called on the reader's thread."""
-        share_bytes = max(_MIN_WINDOW_BYTES, min(_WINDOW_BYTES, _ALL_WINDOWS_BYTES // num_nodes))
-        super().__init__(placement.host, placement.ranks, window_bytes=share_bytes, num_ways=_NUM_WAYS)
+    def __init__(self, placement: NodePlacement, plan: JobPlan, files: RunFolder, display: Display) -> None:
+        """plan: of the run, whose hosts share what may be held here. files, display: the ways of its ranks' output."""
+        share_bytes = max(_MIN_WINDOW_BYTES, min(_WINDOW_BYTES, _ALL_WINDOWS_BYTES // len(plan.placement.nodes)))
+        super().__init__(placement.host, placement.ranks, window_bytes=share_bytes, num_ways=len(_WAYS))
         self.placement = placement
         self.ranks: dict[int, Rank] = {}  # by number; empty until they are started
-        self.failure: Candidate | None = None  # of the host itself
-        self._take_output = take_output
+        self._files, self._display = files, display
+        self._has_call = bool(plan.command.call)
 
     @property
     def has_running_ranks(self) -> bool:
@@ -93,7 +70,20 @@ class Node(Agent):
         return any(rank.is_running for rank in self.ranks.values())
 
     def take_output(self, output: Output) -> None:
-        self._take_output(self, output)
+        rank = self.ranks.get(output.rank)
+        if rank is None:
+            raise ProtocolError(f"the agent's stream is damaged: output of rank {output.rank} before its start")
+        if output.stream == RESULT and not self._has_call:
+            raise ProtocolError(f"the agent's stream is damaged: {output.stream} of rank {output.rank} has no place")
+        rank.wrote_s = time.monotonic()
+        self.window.arrived(output)
+        if output.stream == RESULT:  # for the caller alone
+            self.handled(output, _LOGS)
+        else:
+            rank.log.remember(output.data)
+            self._files.write(rank.log, output.data, lambda: self.handled(output, _LOGS))
+        self._display.output(output.rank, output.stream, output.data)
+        self._display.put(self.handled, output, _DISPLAY)
 
     def start_ranks(self, pieces: Sequence[Shared], order: Spawn) -> None:
         """Tell the agent to start its ranks, after the pieces of the call that they make, see `pieces_of`.

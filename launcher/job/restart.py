@@ -1,4 +1,4 @@
-"""Run a job again after a failure: the same hosts, spare hosts, or the remaining hosts."""
+"""Run a job to its end, and again after a failure: on the same hosts, spare hosts, or the remaining hosts."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from launcher.base.errors import ConfigError, LauncherError, TransportError
 from launcher.base.exit_codes import ExitCode
 from launcher.cluster.cluster import Cluster, Host
 from launcher.fleet.signals import SignalQueue
-from launcher.job.events import Watcher
+from launcher.job.controller import Controller
+from launcher.job.display import Display
+from launcher.job.events import RunReport, Watcher
 from launcher.job.logs import RunFolder
-from launcher.job.outcome import RunReport
-from launcher.job.plan import JobPlan
+from launcher.plan.plan import JobPlan
+from launcher.plan.planning import Job
 
 Run = Callable[[JobPlan], RunReport]
 Replan = Callable[[Cluster], JobPlan]
@@ -47,6 +49,30 @@ class RestartPolicy:
         Whatever made the job fail may need a moment: a server that starts again, a GPU that is not yet free.
         """
         return float(min(self.first_delay_s * 2 ** min(max(num_quick, 1) - 1, 10), _MAX_DELAY_S))
+
+
+def run_job(job: Job, first: JobPlan, display: Display, signals: SignalQueue) -> RunReport:
+    """Run `first` to its end, and again after failures where the request says so; return the last run's report.
+
+    Raises: LauncherError when the first run could not be started.
+    """
+
+    def run(plan: JobPlan) -> RunReport:
+        display.wait_for_room()
+        job.reach.prepare([node.host for node in plan.placement.nodes])
+        return Controller(plan, job.reach.for_host, display, signals).run(lambda: job.mesh_of(plan))
+
+    max_restarts, is_in_slurm = job.request.max_restarts, job.here.in_allocation
+    policy = RestartPolicy(
+        max_restarts,
+        # Slurm takes the nodes of a job back after a notice: there the batch script has the job queued again.
+        max_restarts > 0 and not is_in_slurm,
+        is_in_slurm,
+        job.request.least_nodes,
+        job.selection.spares,
+        job.config.world_sizes,
+    )
+    return run_with_restarts(first, policy, run, job.plan, display, signals)
 
 
 def run_with_restarts(

@@ -2,7 +2,7 @@
 
 When a rank dies, its peers fail too, often within milliseconds and with errors of their own about a lost connection.
 The order in which such news reaches the controller says little, so every failure is kept, with the time of its death,
-in the record of its rank or host, and the cause is chosen at the end. All times are our monotonic clock, which is never
+and the cause is chosen at the end. All times are our monotonic clock, which is never
 set; those of other hosts are converted when they are compared: news of the first second come before it is well known
 how the clocks differ.
 """
@@ -14,13 +14,15 @@ import re
 import signal
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from launcher.agent.wire import Exited, Raised, SpawnFailed
-from launcher.base.exit_codes import ExitCode
+from launcher.base.exit_codes import ExitCode, shell_code
 from launcher.base.signals import term_is_notice
-from launcher.job.node import Candidate, Moment, Node, Rank
-from launcher.job.outcome import Failure, FailureKind, describe_status, shell_code, signal_name
+from launcher.fleet.agent import Agent
+from launcher.job.events import Failure, FailureKind, describe_status, signal_name
+from launcher.job.node import Node, Rank
 
 LAST_LINES = 15
 # A rank that fails later than this after a failure did so because of it: clean-up code, lost peers.
@@ -48,14 +50,38 @@ _HINTS = {  # by the name of the exception
 }
 
 
+@dataclass(frozen=True)
+class Moment:
+    """A time by the clock of a host, or by our monotonic one."""
+
+    time_s: float
+    host: Agent | None = None
+
+    @property
+    def ours_s(self) -> float:
+        """By our clock, as far as is known now: what is known of a host's clock gets better with every heartbeat."""
+        return self.time_s + (self.host.clock_offset_s if self.host is not None else 0.0)
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A failure that may be the one which all others followed from."""
+
+    is_lost_peer: bool  # it says of itself that another rank was gone before
+    died: Moment
+    failure: Failure
+    late_status: int | None = None  # how the rank ended, where that seemed to be our own doing
+
+
 class RootCause:
     """Collects what failed, and decides which failure was first."""
 
-    def __init__(self, start_s: float, nodes: Sequence[Node], ranks: Sequence[Rank]) -> None:
-        """start_s: the start of the run. ranks: of the run, once they are started."""
+    def __init__(self, start_s: float) -> None:
+        """start_s: the start of the run."""
         self._start_s = start_s
-        self._nodes, self._ranks = nodes, ranks
+        self._candidates: dict[Node | Rank, Candidate] = {}  # of hosts themselves, and of ranks
         self._hang: Candidate | None = None
+        self._done: dict[Rank, Moment] = {}  # when ranks ended with 0
         self._stop_s: float | None = None
         self._slack_s = 0.0
         # The ranks know that the job will be preempted; where SIGTERM says so, Slurm notifies them, maybe before us.
@@ -65,13 +91,13 @@ class RootCause:
     @property
     def cause(self) -> Failure | None:
         """The failure that the others followed from, None when nothing failed."""
-        every = (self._hang, *(node.failure for node in self._nodes), *(rank.failure for rank in self._ranks))
-        found = [candidate for candidate in every if candidate is not None and self._counts(candidate)]
-        if not found:
+        every = (self._hang, *self._candidates.values())
+        counting = [candidate for candidate in every if candidate is not None and self._counts(candidate)]
+        if not counting:
             return None
-        first = min(found, key=lambda candidate: (candidate.is_lost_peer, candidate.died.ours_s))
+        first = min(counting, key=lambda candidate: (candidate.is_lost_peer, candidate.died.ours_s))
         limit_s = first.died.ours_s + _SLACK_S
-        early = [rank.number for rank in self._ranks if rank.done is not None and rank.done.ours_s <= limit_s]
+        early = sorted(rank.number for rank, done in self._done.items() if done.ours_s <= limit_s)
         if not (first.is_lost_peer and early):
             return first.failure
         return dataclasses.replace(
@@ -94,18 +120,19 @@ class RootCause:
             self.wants_requeue = True  # the others may still be saving: none is stopped for it
             return None
         if message.status == 0 and self._stop_s is None:
-            rank.failure = None  # it had raised, but what ended it says that all is well
+            self._candidates.pop(rank, None)  # it had raised, but what ended it says that all is well
         died = Moment(float((message.record or {}).get("time_s", message.time_s)), node)
         if message.status == 0:
-            rank.done = died
+            self._done[rank] = died
             return None
         failure = rank_failure(node, rank, message, max(0.0, died.ours_s - self._start_s))
         candidate = Candidate(_is_about_lost_peer(message, failure), died, failure)
         if self._may_be_cause(message.status, died.ours_s):
-            rank.failure = candidate
+            self._candidates[rank] = candidate
             return failure
-        if rank.failure is None or rank.failure.late_status is not None:
-            rank.failure = dataclasses.replace(candidate, late_status=message.status)
+        earlier = self._candidates.get(rank)
+        if earlier is None or earlier.late_status is not None:
+            self._candidates[rank] = dataclasses.replace(candidate, late_status=message.status)
         return None
 
     def add_raised(self, node: Node, rank: Rank, message: Raised) -> None:
@@ -143,7 +170,7 @@ class RootCause:
         self._hang = Candidate(False, Moment(now_s), failure)
 
     def _add_host_failure(self, node: Node, kind: FailureKind, exit_code: ExitCode, reason: str, **more: Any) -> None:
-        if node.failure is None:  # its first failure counts
+        if node not in self._candidates:  # its first failure counts
             now_s = time.monotonic()
             lines = node.channel.stderr_tail().splitlines() if node.channel is not None else []
             failure = Failure(
@@ -155,7 +182,7 @@ class RootCause:
                 kind=kind,
                 **more,
             )
-            node.failure = Candidate(False, Moment(now_s), failure)
+            self._candidates[node] = Candidate(False, Moment(now_s), failure)
 
     def _counts(self, candidate: Candidate) -> bool:
         status = candidate.late_status

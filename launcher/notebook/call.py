@@ -11,7 +11,7 @@ from launcher.api.execute import execute
 from launcher.api.output import ConsoleOutput, write
 from launcher.api.parameters import Options, Parameters, command_for, in_python_words
 from launcher.base.errors import UsageError
-from launcher.job.plan import DEFAULT_GRACE_S
+from launcher.plan.plan import DEFAULT_GRACE_S
 
 _T = TypeVar("_T")
 

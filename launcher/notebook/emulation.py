@@ -11,7 +11,7 @@ from types import TracebackType
 from launcher.base import env
 from launcher.base.errors import UsageError
 from launcher.cluster.cluster import Cluster, Host, place
-from launcher.job.variables import rank_variables
+from launcher.plan.variables import rank_variables
 
 _ADDRESS = "127.0.0.1"
 

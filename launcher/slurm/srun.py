@@ -22,14 +22,19 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from launcher.base.errors import ProtocolError, TransportError
+from launcher.base.errors import ProtocolError, TransportError, UsageError
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.slurm.framing import ALL, DATA, END, PIECE_BYTES, LineReader, encode_lines
 from launcher.transport.api import Shared, StderrTail
 from launcher.transport.command import NEUTRAL_FOLDER, agent_argv, is_relative
 from launcher.transport.local import start_child
+
+if TYPE_CHECKING:
+    from launcher.cluster.cluster import Cluster
+    from launcher.transport.ssh.options import SshOptions
 
 RELAY_MODULE = "launcher.agent.relay"
 _ABSENCE_S = 3.0  # the thread that listens never pauses for so long by itself
@@ -72,7 +77,7 @@ _NOT_FOR_SRUN = (
 
 
 class SrunTransport:
-    """Starts the agents of `hosts` with the first `open`, all at once; implements `Transport`.
+    """Starts the agents of all hosts of a run with the first `open`, in one step; implements `Transport` and `Reach`.
 
     A host opened a second time gets a step of its own: that is how a lost host is cleaned up.
     """
@@ -86,6 +91,33 @@ class SrunTransport:
         self._lock = threading.Lock()
         self._unclaimed: dict[str, SrunChannel] | None = None
         self._steps: list[SrunStep] = []
+
+    @classmethod
+    def of(cls, options: SshOptions, cluster: Cluster) -> SrunTransport:
+        """Return what reaches the hosts of an allocation. Raises: UsageError for options that srun cannot obey."""
+        if options.setup:
+            raise UsageError(
+                "--setup and --venv-script are for hosts reached over SSH; srun passes this environment on",
+                hint="put the commands into the batch script, before `launch`",
+            )
+        return cls([host for host in cluster.hosts if host.slots], python=options.remote_python)
+
+    def prepare(self, hosts: Sequence[Host]) -> None:
+        """End the steps of an earlier run; the next host that is opened begins a new one, on all of `hosts`."""
+        self.close()
+        with self._lock:
+            self._hosts, self._unclaimed = tuple(hosts), None
+
+    def for_host(self, host: Host) -> SrunTransport:
+        return self
+
+    def address_of(self, host: Host) -> str:
+        """Return the address other nodes reach `host` by: its node name."""
+        return host.name
+
+    def notes_on(self, hosts: Sequence[Host]) -> tuple[str, ...]:
+        """Return nothing: srun reaches all nodes alike."""
+        return ()
 
     def command_for(self, host: Host) -> str:
         return shlex.join(self._argv(self._hosts))

@@ -45,7 +45,7 @@ from launcher.agent.wire import (
     encode,
 )
 from launcher.base.processes import members_of_job
-from launcher.job.plan import new_job_id
+from launcher.plan.plan import new_job_id
 
 
 @pytest.fixture

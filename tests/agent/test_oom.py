@@ -65,7 +65,7 @@ REAPS = """
     from collections import defaultdict
     sys.path.insert(0, sys.argv[1])
     from launcher.agent import supervisor as supervising
-    from launcher.agent.spawn import Rank
+    from launcher.agent.spawn import RankProcess
     from launcher.agent.wire import Exited
     class Watch:
         num_left = int(sys.argv[2])
@@ -80,7 +80,7 @@ REAPS = """
     ends = ["raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)", big + "import os; os.kill(os.getpid(), 9)"]
     for number, end in enumerate(ends):
         process = subprocess.Popen([sys.executable, "-c", end])
-        agent._ranks[process.pid] = Rank(number, process, {}, defaultdict(str), os.dup(0))
+        agent._ranks[process.pid] = RankProcess(number, process, {}, defaultdict(str), os.dup(0))
     for pid in list(agent._ranks):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
     agent._reap()

@@ -13,7 +13,7 @@ from harness.launching import DEADLINE_S
 
 from launcher.agent import scratch
 from launcher.agent.wire import Bye, Hello, Started, Stop, Sweep
-from launcher.job.plan import new_job_id
+from launcher.plan.plan import new_job_id
 
 
 def test_an_agent_without_a_temporary_folder_says_so(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -43,7 +43,7 @@ UNWANTED = {
     | {
         "launcher.cluster.hostfile",
         "launcher.cluster.filters",
-        "launcher.slurm.environment",
+        "launcher.schedulers.slurm",
         "launcher.cluster.cores",
     },
     "launcher.agent.main": ANY_PROCESS | {"typing", "dataclasses", "inspect", "click", "launcher.cluster.cores"},

@@ -25,7 +25,7 @@ from launcher.cli.console.facts import RunFacts
 from launcher.cli.console.panel import draw
 from launcher.cli.console.terminal import Screen
 from launcher.cluster.cluster import Host, NodePlacement, Placement
-from launcher.job.plan import Command, JobPlan
+from launcher.plan.plan import Command, JobPlan
 
 # Counts until the file "go" is there, then ends as its argument says.
 TRAINING = """

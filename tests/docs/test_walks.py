@@ -19,10 +19,10 @@ LIMITS = {
     "A parameter, saved": 8,
     "A parameter, loaded": 7,
     "The key `stage3_prefetch_bucket_size`": 7,
-    "A line of the hostfile, to a socket": 16,
-    "A line that a rank prints, to the terminal": 11,
-    "A failure of a rank, to the exit code": 16,
-    "A Slurm allocation, to agents": 11,
+    "A line of the hostfile, to a socket": 14,
+    "A line that a rank prints, to the terminal": 10,
+    "A failure of a rank, to the exit code": 12,
+    "A Slurm allocation, to agents": 9,
 }
 
 

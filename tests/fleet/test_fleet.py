@@ -16,7 +16,7 @@ from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.fleet.agent import Agent
 from launcher.fleet.fleet import Fleet
-from launcher.fleet.member import NEVER_CONNECTED, Ended
+from launcher.fleet.member import NEVER_CONNECTED, HostEnded
 
 
 class Wire:
@@ -69,7 +69,7 @@ def next_end(fleet: Fleet[Agent]) -> tuple[str, str]:
     deadline_s = time.monotonic() + 10
     while time.monotonic() < deadline_s:
         found = fleet.get(0.1)
-        if found is not None and isinstance(found[1], Ended):
+        if found is not None and isinstance(found[1], HostEnded):
             return found[0].name, str(found[1].error)
     raise AssertionError("no host has ended")
 

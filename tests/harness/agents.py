@@ -10,7 +10,7 @@ from pathlib import Path
 from harness.launching import ROOT
 
 from launcher.agent.wire import Decoder, Hello, Message, Spawn, encode
-from launcher.job.plan import new_job_id
+from launcher.plan.plan import new_job_id
 from launcher.transport.command import AGENT_MODULE, own_argv
 
 

@@ -12,8 +12,9 @@ import os, sys
 job_id, limit_s = sys.argv[1], float(sys.argv[2])
 del sys.argv[1:3]
 from launcher.base.timeouts import Timeouts
-from launcher.job import job, logs
-job.new_job_id = lambda: job_id
+from launcher.job import logs
+from launcher.plan import planning
+planning.new_job_id = lambda: job_id
 logs.timeouts = lambda: Timeouts(disk_stall_s=limit_s)
 logs.create_private = lambda path: os.open(path, os.O_WRONLY | os.O_CREAT, 0o600)  # a pipe that is there will do
 from launcher.__main__ import main

@@ -17,9 +17,9 @@ from harness.sshd import LoopbackSshd, StalledServer
 from launcher.base.timeouts import Timeouts
 from launcher.cli.commands.check import exit_code_of
 from launcher.cluster.cluster import Cluster, Host
+from launcher.fleet.reach import Transports
 from launcher.hosts import check
 from launcher.hosts.check import Checker, CheckReport
-from launcher.job.reach import Transports
 from launcher.transport.ssh.options import SshOptions
 
 

@@ -15,13 +15,13 @@ import pytest
 from harness.launching import ROOT, Launch, nap, run_launch, wait_until
 from harness.sshd import LoopbackSshd
 
-from launcher.cli.commands.exec import Display, show_results
+from launcher.cli.commands.exec import ExecDisplay, show_results
 from launcher.cluster.cluster import Host
 from launcher.cluster.nodeset import expand
+from launcher.fleet.reach import Transports
 from launcher.hosts import fanout, session
 from launcher.hosts.fanout import Fanout
 from launcher.hosts.session import Task
-from launcher.job.reach import Transports
 from launcher.transport.local import LocalTransport
 from launcher.transport.ssh.options import SshOptions
 
@@ -98,7 +98,7 @@ def test_the_output_of_all_hosts_together_is_bounded(
     results = run.run(30)
     assert sum(len(result.stdout) for result in results) == 1500
     assert any(result.is_cut for result in results)
-    display = Display([task.host.name for task in tasks], run.held, None)
+    display = ExecDisplay([task.host.name for task in tasks], run.held, None)
     display.finish(results)
     assert "the rest is not shown" in capsys.readouterr().err
     assert run.held.take(10_000) == 1500, "what was shown is not held any more"

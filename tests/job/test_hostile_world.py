@@ -102,7 +102,7 @@ def test_a_working_directory_that_was_removed_is_one_message(tmp_path: Path, com
 def test_a_user_without_a_home_can_start_a_job(tmp_path: Path) -> None:
     code = (
         "import os, launcher.cli.launching, launcher.cli.commands.run, launcher.cli.main as main\n"
-        "from launcher.job import registry\n"
+        "from launcher.registry import registry\n"
         "os.setuid(54321); os.environ.pop('HOME')\n"
         "try: registry.jobs_folder()\n"
         "except registry.UsageError as error: print(error)\n"
@@ -138,7 +138,7 @@ def test_arguments_of_many_ranks_travel_once(tmp_path: Path) -> None:
     script = scripts.write(tmp_path, "import sys; print('GOT', len(sys.argv))")
     result = run_launch(tmp_path, "--num_gpus", "2", script, *(["x" * 100_000] * 18))
     assert result.out.count("GOT 19") == 2
-    from launcher.job.plan import Command
+    from launcher.plan.plan import Command
 
     words = ("x",) * 3
     assert len(Command("script", "s.py", words).for_ranks(40)) == 1

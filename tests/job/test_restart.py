@@ -27,10 +27,10 @@ from launcher.base.timeouts import Timeouts
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.fleet.signals import SignalQueue
 from launcher.job import logs
-from launcher.job.engine_config import EngineConfig
-from launcher.job.outcome import Failure, FailureKind, RunReport
-from launcher.job.plan import Command, JobPlan
+from launcher.job.events import Failure, FailureKind, RunReport
 from launcher.job.restart import RestartPolicy, WorldSizes, largest_fit, run_with_restarts
+from launcher.plan.engine_config import EngineConfig
+from launcher.plan.plan import Command, JobPlan
 
 FAILS_TWICE = """
     import os, sys, time

@@ -9,11 +9,16 @@ from typing import Any, cast
 import pytest
 
 from launcher.agent.wire import Exited, SpawnFailed
-from launcher.cluster.cluster import Host, NodePlacement
+from launcher.cluster.cluster import Cluster, Host, NodePlacement, place
+from launcher.job.events import Failure
 from launcher.job.logs import RankLog
 from launcher.job.node import Node, Rank
-from launcher.job.outcome import Failure
 from launcher.job.root_cause import RootCause
+from launcher.plan.plan import Command, JobPlan
+
+PLAN = JobPlan(
+    "job", place(Cluster((Host("a", (0,)),))), Command("script", "t.py", ()), "/", Path("runs"), "a", None, {}, {}
+)
 
 
 class NoChannel:
@@ -24,7 +29,7 @@ class NoChannel:
 
 
 def node(name: str = "node-a", clock_offset_s: float = 0.0) -> Node:
-    made = Node(NodePlacement(0, Host(name, (0, 1)), 0), 1, lambda _node, _output: None)
+    made = Node(NodePlacement(0, Host(name, (0, 1)), 0), PLAN, cast(Any, None), cast(Any, None))
     made.channel, made.clock_offset_s = cast(Any, NoChannel()), clock_offset_s
     return made
 
@@ -35,12 +40,10 @@ def exited(rank: int, status: int, time_s: float, message: str = "", **more: Any
 
 
 class Book:
-    """The root cause of a run whose hosts and ranks appear with their failures."""
+    """The root cause of a run whose ranks appear with their failures."""
 
     def __init__(self, start_s: float) -> None:
-        self._nodes: list[Node] = []
-        self._ranks: list[Rank] = []
-        self.root = RootCause(start_s, self._nodes, self._ranks)
+        self.root = RootCause(start_s)
 
     @property
     def cause(self) -> Failure | None:
@@ -51,14 +54,7 @@ class Book:
         log = RankLog(path)
         log.remember(output)
         log.close()
-        self._nodes.append(where)
-        self._ranks.append(Rank(message.rank, log, 0.0))
-        return self.root.add_exit(where, self._ranks[-1], message)
-
-    def host(self, name: str = "node-a") -> Node:
-        """Return a new host of the run."""
-        self._nodes.append(node(name))
-        return self._nodes[-1]
+        return self.root.add_exit(where, Rank(message.rank, log, 0.0), message)
 
 
 def book_of(tmp_path: Path, now_s: float, *exits: tuple[Node, Exited]) -> Book:
@@ -191,7 +187,7 @@ def test_what_helps_is_said_of_common_errors(tmp_path: Path) -> None:
 def test_ranks_that_could_not_be_started_are_no_lost_host(tmp_path: Path) -> None:
     for is_usage, exit_code in ((False, 1), (True, 2)):
         book = Book(time.monotonic())
-        book.root.add_not_started(book.host(), SpawnFailed("no space", "make room", is_usage))
+        book.root.add_not_started(node(), SpawnFailed("no space", "make room", is_usage))
         assert book.cause is not None
         assert book.cause.is_start_failure
         assert (book.cause.exit_code, book.cause.reason, book.cause.hint) == (exit_code, "no space", "make room")
@@ -226,7 +222,7 @@ def test_what_a_rank_does_on_ctrl_c_is_no_failure(tmp_path: Path) -> None:
 
 def test_a_lost_host_is_a_cause_with_what_its_agent_said_last(tmp_path: Path) -> None:
     book = Book(time.monotonic())
-    book.root.add_host(book.host("node-b"), "the connection was lost")
+    book.root.add_host(node("node-b"), "the connection was lost")
     assert book.cause is not None
     assert (book.cause.host, book.cause.rank, book.cause.exit_code) == ("node-b", None, 69)
     assert book.cause.last_lines == ("Connection to node-b closed.",)

@@ -24,7 +24,7 @@ from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
 from launcher.fleet.agent import Agent
 from launcher.job.node import pieces_of
-from launcher.job.plan import new_job_id
+from launcher.plan.plan import new_job_id
 from launcher.slurm import srun
 from launcher.slurm.framing import ALL, DATA, LineReader, encode_lines
 from launcher.slurm.srun import SrunChannel, SrunTransport

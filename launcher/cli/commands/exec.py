@@ -22,7 +22,7 @@ from launcher.cli.options.types import Seconds, files
 from launcher.cluster.nodeset import fold, fold_findings
 from launcher.hosts.fanout import Fanout, Listener
 from launcher.hosts.session import Held, HostResult, Task
-from launcher.job.plan import new_job_id
+from launcher.plan.plan import new_job_id
 
 _QUIET_S = 2.0  # hosts are shown together until none has ended for so long,
 _MAX_GATHER_S = 10.0  # or the first of them has waited for so long
@@ -83,7 +83,7 @@ def exec_command(
     tasks = [Task(host, words, cwd) for host in cluster.hosts]
     transports = options.reach(cluster, shell_only=is_bare)
     run = Fanout(tasks, transports.for_host, new_job_id(), say_waiting, has_agents=not is_bare)
-    display = Display([task.host.name for task in tasks], run.held, _hint_for(words))
+    display = ExecDisplay([task.host.name for task in tasks], run.held, _hint_for(words))
     if not as_json:
         run.listener = display
     try:
@@ -110,7 +110,7 @@ def exit_code_of(results: Sequence[HostResult]) -> int:
     return max(codes)
 
 
-class Display(Listener):
+class ExecDisplay(Listener):
     """Shows hosts as they end, those that end shortly after each other together, and frees their output."""
 
     def __init__(self, names: Sequence[str], held: Held, not_found_hint: str | None) -> None:

@@ -25,9 +25,9 @@ from launcher.cli.console.lines import MixedLines
 from launcher.cli.console.streams import say_waiting, show_table
 from launcher.cli.options.types import Whole
 from launcher.cluster.nodeset import fold
-from launcher.job.logs import LogReader
-from launcher.job.plan import DEFAULT_LEASE_S
-from launcher.job.registry import JobEntry, all_jobs, find_job, process_identity, send_signal
+from launcher.plan.plan import DEFAULT_LEASE_S
+from launcher.registry.log_reader import LogReader
+from launcher.registry.registry import JobEntry, all_jobs, find_job, process_identity, send_signal
 
 _POLL_S = 0.1
 _TELL_AFTER_S = 2.0

@@ -16,8 +16,8 @@ from launcher.base.secrets import MASK, mask_text
 from launcher.base.units import counted, format_bytes, printable
 from launcher.cluster.nodeset import fold
 from launcher.hosts.inventory import gather
-from launcher.job.engine_config import config_argument
-from launcher.job.registry import JobEntry, find_job
+from launcher.plan.engine_config import config_argument
+from launcher.registry.registry import JobEntry, find_job
 
 _EPILOG = """\b
 examples:

@@ -11,13 +11,13 @@ from typing import Any
 import click
 
 from launcher.base.errors import UsageError
-from launcher.base.scheduler_rank import SRUN, SchedulerRank, scheduler_rank
 from launcher.cli.options.accepted import NOTES
 from launcher.cli.options.command import Command, Option, spelled
 from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, default_hostfile
 from launcher.cli.options.run import read_options, run_options
 from launcher.cluster.cluster import NodeRange
-from launcher.slurm.allocation import in_allocation
+from launcher.schedulers.detect import Allocation, SchedulerNode, StartedByHand, detect
+from launcher.schedulers.rank import SchedulerRank
 
 JOB_FILE_SUFFIXES = (".yaml", ".yml")
 _HEADINGS_OF_LAUNCHERS = ("Ranks", "Hosts", "SSH")
@@ -40,15 +40,22 @@ def run(ctx: click.Context, /, **values: Any) -> None:
 
         values = with_job_file(ctx, values)
     notes: list[str] = ctx.meta.get(NOTES, [])
-    started = None if _is_chosen(values) else scheduler_rank(os.environ)
-    if started is not None and values["hostfile"] is not None:
+    has_hosts = values["hostfile"] is not None
+    started = StartedByHand() if _is_chosen(values) else detect(os.environ, hosts_are_named=has_hosts)
+    if isinstance(started, SchedulerRank) and has_hosts:
         raise _started_several_times(started)
-    if values["hostfile"] is None and not _is_chosen(values):
-        values = _with_scheduler(values, started, notes)
+    if isinstance(started, SchedulerNode):
+        values = _as_node(values, started)
+        notes.append(started.note)
+    elif isinstance(started, StartedByHand) and not (has_hosts or _is_chosen(values)):
+        values = values | {"hostfile": default_hostfile()}
+        notes += [started.note] if started.note is not None else []
+        notes += [DEFAULT_HOSTFILE_NOTE] if values["hostfile"] is not None else []
     if misplaced := _misplaced(ctx, values["script_args"]):
         notes.append(f"{misplaced} goes to {values['script']}: options of launch stand before the script")
-    options = read_options(values, os.environ, notes)
-    if values["node_rank"] is None and started is not None:
+    in_slurm = isinstance(started, Allocation) or (isinstance(started, SchedulerRank) and started.is_task)
+    options = read_options(values, notes, in_slurm=in_slurm)
+    if isinstance(started, SchedulerRank):
         if started.local_world_size is None:  # nothing says which one of its host this is
             raise _started_several_times(started)
         from launcher.cli.task import run_task
@@ -82,23 +89,8 @@ def _is_chosen(values: dict[str, Any]) -> bool:
     return values["standalone"] or values["no_ssh"] or values["node_rank"] is not None
 
 
-def _with_scheduler(values: dict[str, Any], started: SchedulerRank | None, notes: list[str]) -> dict[str, Any]:
-    """Return the values with what the environment says of this machine's part in a job, or DeepSpeed's hostfile.
-
-    What the command line says wins. started: what mpirun or srun says of this process. Raises: UsageError.
-    """
-    if in_allocation(os.environ) and (started is None or started.started_by == SRUN):
-        return values
-    from launcher.job.scheduler_node import foreign_rank, scheduler_node
-
-    node = scheduler_node(os.environ, started)
-    if node is None:
-        foreign = foreign_rank(os.environ) if started is None else None
-        notes += [foreign] if foreign is not None else []
-        hostfile = default_hostfile() if started is None else None
-        notes += [DEFAULT_HOSTFILE_NOTE] if hostfile is not None else []
-        return values | {"hostfile": hostfile}
-    notes.append(node.note)
+def _as_node(values: dict[str, Any], node: SchedulerNode) -> dict[str, Any]:
+    """Return the values with what a scheduler says of this machine's part in a job; the command line wins."""
     found = {name: value for name, value in node.options().items() if value is not None and values[name] is None}
     if "num_nodes" in found:
         found["num_nodes"] = NodeRange(node.num_nodes, node.num_nodes)

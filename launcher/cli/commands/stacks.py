@@ -14,7 +14,7 @@ from launcher.base.units import printable
 from launcher.cli.commands.jobs import job_argument
 from launcher.fleet.signals import STACKS_SIGNAL
 from launcher.job.hang import group_by_stack
-from launcher.job.registry import find_job, send_signal
+from launcher.registry.registry import find_job, send_signal
 
 _POLL_S = 0.05
 

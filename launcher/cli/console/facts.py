@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from launcher.base.progress import BETWEEN_STEPS, NOTHING, TRAINING, Told
 from launcher.base.units import counted
 from launcher.job.events import Watcher
-from launcher.job.plan import JobPlan
+from launcher.plan.plan import JobPlan
 
 _RATE_SAMPLES = 10  # about as many seconds: agents tell once a second
 _STALL_S = 5.0  # after it the time since the last step is shown in place of a rate that is none

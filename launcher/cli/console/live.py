@@ -9,7 +9,7 @@ from launcher.cli.console.facts import RunFacts
 from launcher.cli.console.lines import CLEAR_LINE
 from launcher.cli.console.streams import is_same_terminal
 from launcher.cli.console.terminal import Screen
-from launcher.job.plan import JobPlan
+from launcher.plan.plan import JobPlan
 
 
 class LiveView(RunFacts):

@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
     from launcher.base.progress import Told
     from launcher.cli.console.live import LiveView
-    from launcher.job.outcome import Failure, RunReport
-    from launcher.job.plan import JobPlan
+    from launcher.job.events import Failure, RunReport
+    from launcher.plan.plan import JobPlan
 
 _MAX_STACK_LINES = 200
 _MAX_COMMAND_CHARS = 80  # that --dry-run shows of what starts an agent

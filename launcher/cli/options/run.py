@@ -24,9 +24,8 @@ from launcher.cli.options.types import Ranks, Seconds, Whole, core_list, files, 
 from launcher.cluster.cluster import MAX_SLOTS
 from launcher.compat import AUTO as AUTO_ENGINE
 from launcher.compat import ENGINES
-from launcher.job.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, Command
-from launcher.job.request import DEFAULT_LOG_DIR, Request
-from launcher.slurm.allocation import in_allocation
+from launcher.plan.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, Command
+from launcher.plan.request import DEFAULT_LOG_DIR, Request
 from launcher.transport.ssh.options import SshOptions
 
 _ranks, _hosts, _failure, _output = map(under, ("Ranks", "Hosts", "Failure", "Output"))
@@ -205,17 +204,15 @@ class RunOptions:
         return self.output.wants_panel and not self.ssh.verbose
 
 
-def read_options(values: Mapping[str, Any], environ: Mapping[str, str], notes: Sequence[str] = ()) -> RunOptions:
-    """Return what the values of the options, by name, ask for. notes: what to tell the user.
-
-    Raises: UsageError for options that contradict each other.
+def read_options(values: Mapping[str, Any], notes: Sequence[str] = (), *, in_slurm: bool) -> RunOptions:
+    """Return what the values of the options, by name, ask for. notes: what to tell the user. in_slurm: the
+    hosts are those of a Slurm allocation. Raises: UsageError for options that contradict each other.
     """
     values = dict(values)
     _refuse_contradictions(values)
     script, arguments = values["script"], values["script_args"]
     values["command"] = Command(_kind(values), script, arguments, values["pass_local_rank"])
-    is_chosen = values["hostfile"] is not None or values["standalone"] or values["no_ssh"]
-    values["in_slurm"] = not is_chosen and values["node_rank"] is None and in_allocation(environ)
+    values["in_slurm"] = in_slurm
     if values["launcher"] not in (None, _SSH) or (values["launcher"] is not None and values["in_slurm"]):
         raise UsageError(
             f"--launcher {values['launcher']}: hosts of a hostfile are reached over SSH, those of a Slurm job by srun",

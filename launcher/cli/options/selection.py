@@ -16,9 +16,9 @@ from launcher.cli.options.command import declared
 from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, HOST_CHOICE, REACHING, default_hostfile, ssh_options
 from launcher.cluster.cluster import Cluster, Host, NodeRange
 from launcher.cluster.devices import local_device_tokens
-from launcher.job.offered import offered_hosts
-from launcher.job.reach import AllocationTransports, Reach, Transports
-from launcher.slurm.allocation import in_allocation
+from launcher.fleet.reach import Reach, Transports
+from launcher.plan.planning import available_hosts
+from launcher.schedulers.detect import in_allocation
 from launcher.transport.ssh.options import SshOptions
 
 
@@ -31,17 +31,14 @@ class HostOptions:
     exclude: str = ""
     num_nodes: NodeRange | None = None
     force_multi: bool = False
+    in_slurm: bool  # the hosts are those of the Slurm allocation this command runs in
     ssh: SshOptions
 
     @classmethod
     def of(cls, values: Mapping[str, Any]) -> HostOptions:
         """Return what the options of a command say, of which these are some."""
-        return filled(cls, {**values, "ssh": ssh_options(values)})
-
-    @property
-    def in_slurm(self) -> bool:
-        """Whether the hosts are those of the Slurm allocation this command runs in."""
-        return self.hostfile is None and in_allocation(os.environ)
+        in_slurm = values["hostfile"] is None and in_allocation(os.environ)
+        return filled(cls, {**values, "in_slurm": in_slurm, "ssh": ssh_options(values)})
 
     def reach(self, cluster: Cluster, *, shell_only: bool = False) -> Reach:
         """Return how the hosts are reached. Raises: UsageError.
@@ -49,7 +46,9 @@ class HostOptions:
         shell_only: start a plain shell there, not an agent; a Slurm step knows agents only.
         """
         if self.in_slurm:
-            return AllocationTransports(self.ssh, cluster)
+            from launcher.slurm.srun import SrunTransport
+
+            return SrunTransport.of(self.ssh, cluster)
         transports = Transports(self.ssh, only_ssh=self.force_multi, shell_only=shell_only)
         for note in transports.notes_on(cluster.hosts) if self.ssh.verbose else ():
             click.echo(printable(note), err=True)
@@ -63,13 +62,13 @@ class HostOptions:
         hostfile = self.hostfile
         if hostfile is None and not self.in_slurm and (hostfile := default_hostfile()) is not None:
             click.echo(DEFAULT_HOSTFILE_NOTE, err=True)
-        offered = offered_hosts(hostfile, in_slurm=self.in_slurm)
-        count = None if self.num_nodes is None else self.num_nodes.of(1 if offered is None else len(offered.hosts))
-        if offered is not None:
+        available = available_hosts(hostfile, in_slurm=self.in_slurm)
+        count = None if self.num_nodes is None else self.num_nodes.of(1 if available is None else len(available.hosts))
+        if available is not None:
             from launcher.cluster.filters import select
 
             source = "Slurm" if self.in_slurm else "hostfile"
-            return select(offered, include=self.include, exclude=self.exclude, num_nodes=count, source=source)
+            return select(available, include=self.include, exclude=self.exclude, num_nodes=count, source=source)
         if self.include or self.exclude or count not in (None, 1):
             raise UsageError(
                 "--include, --exclude and --num-nodes choose among the hosts of a hostfile, and there is none",

@@ -16,7 +16,7 @@ import click
 from launcher.base.errors import UsageError
 from launcher.base.resume import AUTO, NEVER
 from launcher.cluster.cluster import NodeRange
-from launcher.job.plan import LONGEST_S
+from launcher.plan.plan import LONGEST_S
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

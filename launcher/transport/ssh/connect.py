@@ -21,7 +21,7 @@ from launcher.base.errors import Diagnostic, TransportError
 from launcher.transport.ssh import library
 from launcher.transport.ssh.config import ALGORITHMS, SshTarget
 from launcher.transport.ssh.known_hosts import (
-    Finding,
+    HostKeyFinding,
     KnownKey,
     Verdict,
     check_key,
@@ -264,7 +264,7 @@ def _verify(target: SshTarget, connection: paramiko.Transport, known: list[Known
         _refuse(target, finding, f"{key.get_name()} {key.fingerprint}")
 
 
-def _refuse(target: SshTarget, finding: Finding, shown: str) -> NoReturn:
+def _refuse(target: SshTarget, finding: HostKeyFinding, shown: str) -> NoReturn:
     """Say why a host key is not accepted. shown: its type and fingerprint."""
     known, problem = finding.key, "host key of {t.login} is not known"
     record = "let launch record the keys of new hosts with --accept-new-host-keys"

@@ -47,7 +47,7 @@ class KnownKey:
 
 
 @dataclass(frozen=True)
-class Finding:
+class HostKeyFinding:
     """A verdict and the line it stands on; for UNKNOWN the line of an authority of the host, None without one."""
 
     verdict: Verdict
@@ -74,21 +74,21 @@ def find_keys(name: str, files: Sequence[Path]) -> list[KnownKey]:
     return keys
 
 
-def check_key(keys: Sequence[KnownKey], blob: bytes) -> Finding:
+def check_key(keys: Sequence[KnownKey], blob: bytes) -> HostKeyFinding:
     """Judge a server's public key `blob` by the `keys` known of that server. A revocation always wins."""
     for key in keys:
         if key.revoked and key.blob == blob:
-            return Finding(Verdict.REVOKED, key)
+            return HostKeyFinding(Verdict.REVOKED, key)
     usable = [key for key in keys if not (key.revoked or key.is_authority)]
     for key in usable:
         if key.blob == blob:
-            return Finding(Verdict.KNOWN, key)
+            return HostKeyFinding(Verdict.KNOWN, key)
     if usable:
-        return Finding(Verdict.CHANGED, usable[0])
-    return Finding(Verdict.UNKNOWN, next((key for key in keys if key.is_authority), None))
+        return HostKeyFinding(Verdict.CHANGED, usable[0])
+    return HostKeyFinding(Verdict.UNKNOWN, next((key for key in keys if key.is_authority), None))
 
 
-def record_new_key(files: Sequence[Path], name: str, key_type: str, blob: bytes) -> Finding:
+def record_new_key(files: Sequence[Path], name: str, key_type: str, blob: bytes) -> HostKeyFinding:
     """Append the key of a host that `files` do not know to the first of them, made if need be.
 
     Safe from several threads and several launchers: the files are read again under a lock, and a host that they know by
@@ -109,7 +109,7 @@ def record_new_key(files: Sequence[Path], name: str, key_type: str, blob: bytes)
         os.write(descriptor, b"\n" + line if is_cut else line)
     finally:
         os.close(descriptor)
-    return Finding(Verdict.KNOWN)
+    return HostKeyFinding(Verdict.KNOWN)
 
 
 @dataclass(frozen=True)

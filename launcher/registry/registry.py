@@ -26,7 +26,7 @@ from launcher.base.folders import home_folder
 from launcher.base.private_files import make_private_folder, write_private
 from launcher.base.processes import identity
 from launcher.base.secrets import mask_arguments
-from launcher.job.plan import JobPlan
+from launcher.plan.plan import JobPlan
 
 _KEPT_S = 7 * 24 * 3600.0  # how long entries of jobs that have ended, or are lost, are kept
 _TOUCH_INTERVAL_S = 60.0

@@ -16,8 +16,8 @@ from harness.launching import wait_until
 from launcher.base.errors import LauncherError, TransportError, UsageError
 from launcher.base.secrets import MASK
 from launcher.cluster.cluster import Cluster, Host, place
-from launcher.job import registry
-from launcher.job.plan import Command, JobPlan
+from launcher.plan.plan import Command, JobPlan
+from launcher.registry import registry
 
 
 @pytest.fixture(autouse=True)

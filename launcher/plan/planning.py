@@ -1,4 +1,7 @@
-"""From a request to a plan: which hosts, how each is reached, what every rank gets. Pure: values in, values out."""
+"""From a request to a plan: which hosts, how each is reached, what every rank gets.
+
+Values in, values out: only `Here.now`, `available_hosts` and a new `Job` look at what there is.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +9,26 @@ import dataclasses
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from launcher.base.errors import HostfileError, UsageError
-from launcher.base.folders import working_folder
+from launcher.base import env
+from launcher.base.errors import HostfileError, TransportError, UsageError
+from launcher.base.folders import home_folder, working_folder
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.cluster.devices import given_devices, local_device_tokens
 from launcher.cluster.nodeset import is_host, is_loopback
-from launcher.job.plan import JobPlan, Settings
-from launcher.job.request import Request
-from launcher.job.variables import JobEnvironment, forwarded
-from launcher.transport.local import is_local
+from launcher.fleet.reach import Reach, Transports
+from launcher.plan.engine_config import EngineConfig
+from launcher.plan.plan import JobPlan, Settings, new_job_id
+from launcher.plan.request import Request
+from launcher.plan.variables import JobEnvironment, forwarded, job_environment
+from launcher.schedulers.detect import in_allocation
+from launcher.transport.local import LocalTransport, is_local
+
+if TYPE_CHECKING:
+    from launcher.sharding.mesh import MeshSizes
+    from launcher.transport.ssh.options import SshOptions
 
 
 @dataclass(frozen=True)
@@ -27,17 +40,19 @@ class Here:
     device_tokens: tuple[str, ...]  # see cluster.devices
     num_cpus: int  # that this process may use
     hides_gpus: bool = False  # a variable says that this process uses none
+    in_allocation: bool = False  # of Slurm, whatever hosts are chosen
 
     @classmethod
     def now(cls) -> Here:
         """Look. Raises: UsageError where the working folder is gone."""
         environ = dict(os.environ)
         tokens, num_cpus = local_device_tokens(environ), len(os.sched_getaffinity(0))
-        return cls(environ, working_folder(), tokens, num_cpus, hides_gpus=given_devices(environ) == [])
+        hides_gpus, is_inside = given_devices(environ) == [], in_allocation(environ)
+        return cls(environ, working_folder(), tokens, num_cpus, hides_gpus, is_inside)
 
 
 @dataclass(frozen=True)
-class Choice:
+class HostSelection:
     """The hosts and slots to use, and what goes with them."""
 
     cluster: Cluster
@@ -63,25 +78,53 @@ def num_ranks(request: Request, here: Here) -> int | None:
     return num_gpus or here.num_cpus
 
 
-def choose_hosts(request: Request, here: Here, offered: Cluster | None) -> Choice:
-    """Return the hosts and slots to use. offered: those of the hostfile or of Slurm; None: this machine.
+def available_hosts(hostfile: str | None, *, in_slurm: bool, num_ranks: int | None = None) -> Cluster | None:
+    """Return the hosts to choose from and their slots: those of a hostfile, or of the Slurm allocation.
+
+    None where there is this machine alone. Reads files, and asks Slurm.
+    num_ranks: slots of each host where Slurm gave no GPUs. Raises: HostfileError, UsageError.
+    """
+    if hostfile is not None:
+        from launcher.cluster.hostfile import read_hostfile
+
+        return read_hostfile(hostfile)
+    if not in_slurm:
+        return None
+    from launcher.schedulers.slurm import read_allocation  # 7 ms that a command with a hostfile does not pay
+
+    return read_allocation(os.environ, gpus_by_node=_gpus_by_node(), num_slots=num_ranks)
+
+
+def _gpus_by_node() -> dict[str, int]:
+    """Ask Slurm for the GPUs of every node: the environment knows this node's at best, and salloc's none at all."""
+    from launcher.schedulers.slurm import parse_job_detail
+    from launcher.slurm.queue import job_detail
+
+    try:
+        return parse_job_detail(job_detail(os.environ[env.SLURM_JOB_ID.name]))
+    except (TransportError, HostfileError):
+        return {}  # the environment has to do; read_allocation refuses what it cannot know
+
+
+def choose_hosts(request: Request, here: Here, available: Cluster | None) -> HostSelection:
+    """Return the hosts and slots to use. available: those of the hostfile or of Slurm; None: this machine.
 
     Raises: HostfileError, UsageError.
     """
     wanted = num_ranks(request, here)
-    if offered is not None:
+    if available is not None:
         from launcher.cluster.filters import select
 
-        count = None if request.num_nodes is None else request.num_nodes.of(len(offered.hosts))
+        count = None if request.num_nodes is None else request.num_nodes.of(len(available.hosts))
         cluster = select(
-            offered,
+            available,
             include=request.include,
             exclude=request.exclude,
             num_nodes=count,
             num_gpus=wanted,
             source="Slurm" if request.in_slurm else "hostfile",
         )
-        return Choice(cluster, offered.hosts[count:] if count is not None else ())
+        return HostSelection(cluster, available.hosts[count:] if count is not None else ())
     num_devices = len(here.device_tokens)
     if num_devices == 0 or request.num_gpus == "cpu":
         if request.include or request.exclude:
@@ -90,12 +133,12 @@ def choose_hosts(request: Request, here: Here, offered: Cluster | None) -> Choic
                 hint="name the hosts with --hostfile, or give --num-gpus N for N CPU ranks",
             )
         notes = ("no GPU here: the ranks run on the CPU",) if num_devices == 0 else ()
-        return Choice(_like_this(tuple(range(wanted or 1)), request), notes=notes)
+        return HostSelection(_like_this(tuple(range(wanted or 1)), request), notes=notes)
     from launcher.cluster.filters import select
 
     machine = Cluster((Host("localhost", tuple(range(num_devices))),))
     cluster = select(machine, include=request.include, exclude=request.exclude, num_gpus=wanted)
-    return Choice(_like_this(cluster.hosts[0].slots, request))
+    return HostSelection(_like_this(cluster.hosts[0].slots, request))
 
 
 def _like_this(slots: tuple[int, ...], request: Request) -> Cluster:
@@ -222,3 +265,62 @@ def _master_addr(
             hint="give node 0's address in the network of the hosts with --master-addr",
         )
     return address
+
+
+class Job:
+    """The hosts of a request, how they are reached, and the plans made for them; `job.restart.run_job` runs it."""
+
+    def __init__(
+        self,
+        request: Request,
+        here: Here,
+        ssh: SshOptions,
+        *,
+        hosts: Cluster | None = None,
+        local: LocalTransport | None = None,
+        job_id: str | None = None,
+        run_folder: Path | None = None,
+    ) -> None:
+        """Choose the hosts and read the environment of the ranks; nothing is started, and no host is connected to.
+
+        hosts: to choose from, in place of those that the request names. local: reaches this machine. job_id,
+        run_folder: given where they are known before the job. Raises: LauncherError.
+        """
+        self.request, self.here = request, here
+        if hosts is None:
+            hosts = available_hosts(request.hostfile, in_slurm=request.in_slurm, num_ranks=num_ranks(request, here))
+        self.selection = choose_hosts(request, here, hosts)
+        home = home_folder()
+        folders = (*([home] if home is not None else []), Path(here.cwd))
+        self._environment = job_environment(request.env, request.env_files, here.environ, folders)
+        self.config = EngineConfig(request.command.arguments)
+        self._job_id = job_id or new_job_id()
+        self._run_folder = run_folder
+        self.reach: Reach
+        if request.in_slurm:
+            from launcher.slurm.srun import SrunTransport  # not for other jobs
+
+            self.reach = SrunTransport.of(ssh, self.selection.cluster)
+        else:
+            self.reach = Transports(ssh, only_local=request.runs_one_node, only_ssh=request.force_multi, local=local)
+
+    def plan(self, cluster: Cluster | None = None) -> JobPlan:
+        """Return the plan for the chosen hosts, or for others. Raises: LauncherError."""
+        plan = make_plan(
+            self.request,
+            self.here,
+            cluster or self.selection.cluster,
+            self._job_id,
+            self._environment,
+            self.reach.address_of,
+        )
+        notes = self.reach.notes_on([node.host for node in plan.placement.nodes])
+        return dataclasses.replace(plan, notes=(*plan.notes, *notes), run_folder=self._run_folder or plan.run_folder)
+
+    def mesh_of(self, plan: JobPlan) -> MeshSizes | None:
+        """Return the mesh of a plan's ranks, None where the script names no config. Raises: ConfigError."""
+        return self.config.check(plan.placement, is_here=plan.is_here)
+
+    def close(self) -> None:
+        """Close every connection."""
+        self.reach.close()

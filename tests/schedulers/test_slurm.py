@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.base.errors import HostfileError, UsageError
-from launcher.base.scheduler_rank import parse_counts, scheduler_rank
-from launcher.slurm import environment as slurm
-from launcher.slurm.allocation import in_allocation
+from launcher.schedulers import slurm
+from launcher.schedulers.detect import in_allocation
+from launcher.schedulers.rank import parse_counts, scheduler_rank
 
 BATCH = {"SLURM_JOB_ID": "77", "SLURM_JOB_NODELIST": "n[1-3]", "SLURM_JOB_NUM_NODES": "3"}
 STEP = {

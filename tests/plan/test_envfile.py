@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from launcher.base.errors import UsageError
 from launcher.cluster.cluster import Cluster, Host, place
-from launcher.job.variables import JobEnvironment, forwarded, job_environment, parse_env_file, rank_variables
+from launcher.plan.variables import JobEnvironment, forwarded, job_environment, parse_env_file, rank_variables
 
 
 def test_every_form_of_a_line() -> None:

@@ -6,10 +6,10 @@ import pytest
 
 from launcher.base.errors import UsageError
 from launcher.cluster.cluster import Cluster, Host, NodeRange
-from launcher.job.plan import Command, JobPlan
-from launcher.job.planning import Here, choose_hosts, make_plan
-from launcher.job.request import Request
-from launcher.job.variables import JobEnvironment
+from launcher.plan.plan import Command, JobPlan
+from launcher.plan.planning import Here, choose_hosts, make_plan
+from launcher.plan.request import Request
+from launcher.plan.variables import JobEnvironment
 
 SCRIPT = Command("script", "t.py", ())
 OTHERS = Cluster((Host("node-a", (0, 1)), Host("node-b", (0, 1)), Host("node-c", (0, 1))))
@@ -19,8 +19,8 @@ def machine(num_gpus: int) -> Here:
     return Here({"NCCL_DEBUG": "INFO"}, "/work", tuple(f"GPU-{index}" for index in range(num_gpus)), num_cpus=6)
 
 
-def planned(request: Request, here: Here, offered: Cluster | None = None) -> JobPlan:
-    cluster = choose_hosts(request, here, offered).cluster
+def planned(request: Request, here: Here, available: Cluster | None = None) -> JobPlan:
+    cluster = choose_hosts(request, here, available).cluster
     return make_plan(request, here, cluster, "calm-otter-0001", JobEnvironment({}, ()), lambda host: f"{host.name}.lan")
 
 

@@ -1,4 +1,4 @@
-"""How the hosts of a command are reached: by this machine's own processes, over SSH, or by srun."""
+"""How the hosts of a command are reached: by this machine's own processes, or over SSH; those of Slurm by its srun."""
 
 from __future__ import annotations
 
@@ -8,13 +8,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
-from launcher.base.errors import UsageError
 from launcher.base.processes import allow_connections
-from launcher.cluster.cluster import Cluster, Host
+from launcher.cluster.cluster import Host
 from launcher.transport.local import LocalTransport, is_local
 
 if TYPE_CHECKING:
-    from launcher.slurm.srun import SrunTransport
     from launcher.transport.api import Transport
     from launcher.transport.openssh import OpenSshTransport
     from launcher.transport.ssh.config import Targets
@@ -23,7 +21,7 @@ if TYPE_CHECKING:
 
 
 class Reach(Protocol):
-    """How the hosts of a run are reached."""
+    """How the hosts of a run are reached: `Transports`, or in an allocation `slurm.srun.SrunTransport`."""
 
     def prepare(self, hosts: Sequence[Host]) -> None:
         """Learn which hosts the next run uses, before any is opened."""
@@ -150,41 +148,3 @@ class Transports:
 
     def _is_here(self, host: Host) -> bool:
         return self._only_local or (is_local(host.name) and not self._only_ssh)
-
-
-class AllocationTransports:
-    """One srun step reaches every host of a run; a restart gets a new one."""
-
-    def __init__(self, options: SshOptions, cluster: Cluster) -> None:
-        if options.setup:
-            raise UsageError(
-                "--setup and --venv-script are for hosts reached over SSH; srun passes this environment on",
-                hint="put the commands into the batch script, before `launch`",
-            )
-        from launcher.slurm.srun import SrunTransport
-
-        self._python = options.remote_python
-        self._srun = SrunTransport([host for host in cluster.hosts if host.slots], python=self._python)
-
-    def prepare(self, hosts: Sequence[Host]) -> None:
-        """Begin a new step with the next host that is opened."""
-        from launcher.slurm.srun import SrunTransport
-
-        self._srun.close()
-        self._srun = SrunTransport(hosts, python=self._python)
-
-    def for_host(self, host: Host) -> SrunTransport:
-        """Return the transport that reaches `host`."""
-        return self._srun
-
-    def address_of(self, host: Host) -> str:
-        """Return the address other nodes reach `host` by: its node name."""
-        return host.name
-
-    def notes_on(self, hosts: Sequence[Host]) -> tuple[str, ...]:
-        """Return nothing: srun reaches all nodes alike."""
-        return ()
-
-    def close(self) -> None:
-        """End every step."""
-        self._srun.close()

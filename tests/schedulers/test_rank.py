@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from launcher.base.errors import UsageError
-from launcher.base.scheduler_rank import scheduler_rank
+from launcher.schedulers.rank import scheduler_rank
 
 OPEN_MPI = {
     "OMPI_COMM_WORLD_RANK": "1",

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from launcher.job import logs as follow
-from launcher.job.logs import LogReader
+from launcher.registry import log_reader
+from launcher.registry.log_reader import LogReader
 
 
 def joined(reader: LogReader) -> dict[int, bytes]:
@@ -64,7 +64,7 @@ def test_the_last_lines(
 ) -> None:
     (tmp_path / "rank_0.log").write_bytes(text)
     for block_bytes in (1, 2, 3, 7, 1 << 20):
-        monkeypatch.setattr(follow, "_BLOCK_BYTES", block_bytes)
+        monkeypatch.setattr(log_reader, "_BLOCK_BYTES", block_bytes)
         assert joined(LogReader(str(tmp_path), None, count)).get(0, b"") == expected, block_bytes
 
 

@@ -11,11 +11,12 @@ from collections.abc import Mapping
 
 from launcher.base import env
 from launcher.base.errors import HostfileError, UsageError
-from launcher.base.scheduler_rank import parse_counts
 from launcher.cluster.cluster import MAX_EXPANSION, Cluster, Host
 from launcher.cluster.nodeset import expand
+from launcher.schedulers.rank import number_of, parse_counts
 
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._-]*")
+_HINT = "Slurm sets it: start `launch` in a batch script, in salloc, or by srun"
 _NUMBER = re.compile(r"\d{1,9}")
 _GRES_GPU = re.compile(r"(?:^|,)gpu(?::[A-Za-z][^:,()]*)?:(\d{1,9})")
 _JOB_DETAIL = re.compile(r"^\s*Nodes=(\S{1,65536}) .*?GRES=(\S*)", re.MULTILINE)
@@ -34,7 +35,7 @@ def read_allocation(
     refuse_heterogeneous(environ)
     nodes = parse_nodelist(environ.get(env.SLURM_JOB_NODELIST.name, ""))
     expected = environ.get(env.SLURM_JOB_NUM_NODES.name)
-    if expected is not None and _number(environ, env.SLURM_JOB_NUM_NODES.name) != len(nodes):
+    if expected is not None and number_of(environ, env.SLURM_JOB_NUM_NODES, _HINT) != len(nodes):
         raise UsageError(
             f"the node list has {len(nodes)} nodes, {env.SLURM_JOB_NUM_NODES.name} says {expected}",
             where=env.SLURM_JOB_NODELIST.name,
@@ -138,14 +139,3 @@ def _tasks(environ: Mapping[str, str], num_nodes: int) -> tuple[int, ...]:
     if len(counts) != num_nodes or max(counts) > MAX_EXPANSION:
         raise UsageError(f'"{text}" does not fit {num_nodes} nodes', where=name, hint="give --num-gpus N")
     return counts
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
-    if not _NUMBER.fullmatch(text):
-        raise UsageError(
-            f'"{text[:80]}" is not a number' if text else "the variable is not set",
-            where=name,
-            hint="Slurm sets it: start `launch` in a batch script, in salloc, or by srun",
-        )
-    return int(text)

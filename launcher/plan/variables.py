@@ -18,7 +18,7 @@ from launcher.base import env
 from launcher.base.errors import Diagnostic, UsageError
 from launcher.cluster.cluster import NodePlacement, Placement
 from launcher.cluster.devices import visible_devices
-from launcher.job.plan import JobPlan
+from launcher.plan.plan import JobPlan
 
 STANDARD_FILES = (".deepspeed_env", ".launch_env")
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")

@@ -30,6 +30,7 @@ _MPI = (
     ("mpiexec (MPICH or Intel MPI)", env.PMI_RANK, env.PMI_SIZE, env.MPI_LOCALRANKID, env.MPI_LOCALNRANKS),
 )
 SRUN = "srun"
+_HINT = "start the script by one launcher, without changing its variables"
 
 
 class SchedulerRank(Record):
@@ -49,6 +50,11 @@ class SchedulerRank(Record):
     def program(self) -> str:
         """What has started it, in one word."""
         return self.started_by.partition(" ")[0]
+
+    @property
+    def is_task(self) -> bool:
+        """Whether it is a task of Slurm's srun."""
+        return self.started_by == SRUN
 
     @property
     def is_one_host(self) -> bool:
@@ -143,10 +149,10 @@ def _mpi_rank(environ: Mapping[str, str]) -> SchedulerRank | None:
         return _checked(
             SchedulerRank(
                 started_by,
-                _number(environ, rank),
-                _number(environ, size),
-                _number(environ, local_rank) if local_rank.name in environ else None,
-                _number(environ, local_size) if local_size.name in environ else None,
+                number_of(environ, rank),
+                number_of(environ, size),
+                number_of(environ, local_rank) if local_rank.name in environ else None,
+                number_of(environ, local_size) if local_size.name in environ else None,
                 _first_node(nodes) if nodes else None,
                 _port_of_job(environ),
             ),
@@ -159,9 +165,9 @@ def _srun_task(environ: Mapping[str, str]) -> SchedulerRank | None:
     if not is_srun_step(environ):
         return None
     nodes = environ.get(env.SLURM_STEP_NODELIST.name) or environ.get(env.SLURM_JOB_NODELIST.name)
-    rank, size = _number(environ, env.SLURM_PROCID), _number(environ, env.SLURM_STEP_NUM_TASKS)
+    rank, size = number_of(environ, env.SLURM_PROCID), number_of(environ, env.SLURM_STEP_NUM_TASKS)
     local_rank, node_rank = (
-        _number(environ, known) if known.name in environ else None for known in (env.SLURM_LOCALID, env.SLURM_NODEID)
+        number_of(environ, known) if known.name in environ else None for known in (env.SLURM_LOCALID, env.SLURM_NODEID)
     )
     counts = _tasks_per_node(environ)
     here = (counts[node_rank : node_rank + 1] or (0,))[0] if counts and node_rank is not None else None
@@ -219,7 +225,7 @@ def _checked(found: SchedulerRank, where: env.EnvVar) -> SchedulerRank:
         raise UsageError(
             f"{found.started_by} says that this is rank {found.rank} of {found.world_size}",
             where=where.name,
-            hint="start the script by one launcher, without changing its variables",
+            hint=_HINT,
         )
     return found
 
@@ -228,12 +234,10 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
-def _number(environ: Mapping[str, str], variable: env.EnvVar) -> int:
+def number_of(environ: Mapping[str, str], variable: env.EnvVar, hint: str = _HINT) -> int:
+    """Return the number that a variable says. Raises: UsageError with the hint."""
     text = environ.get(variable.name, "")
     if not _is_number(text):
-        raise UsageError(
-            f'"{text[:80]}" is not a number' if text else "the variable is not set",
-            where=variable.name,
-            hint="start the script by one launcher, without changing its variables",
-        )
+        problem = f'"{text[:80]}" is not a number' if text else "the variable is not set"
+        raise UsageError(problem, where=variable.name, hint=hint)
     return int(text)

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from launcher.base.errors import UsageError
 from launcher.cluster.cluster import NodeRange
-from launcher.job.plan import Command, Settings
+from launcher.plan.plan import Command, Settings
 
 DEFAULT_LOG_DIR = Path("runs")
 _RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

@@ -1,8 +1,8 @@
-"""Which node of a job a scheduler has made this machine, where it starts one command on each: told by the environment.
+"""What has started this process: another launcher, a scheduler of nodes, Slurm, or nobody. Told by the environment.
 
-Pure: environment mappings in, values out. The variables are documented by torchrun (PET_*, which Kubernetes' training
-operators set), by PyTorchJob (MASTER_ADDR, WORLD_SIZE, RANK), Azure ML, Vertex AI and Lightning (NODE_RANK), and by MPI
-(`base.scheduler_rank`). Slurm is not among them: there one `launch` starts all nodes.
+Pure: environment mappings in, values out. The variables of nodes are documented by torchrun (PET_*, which Kubernetes'
+training operators set), by PyTorchJob (MASTER_ADDR, WORLD_SIZE, RANK), Azure ML, Vertex AI and Lightning (NODE_RANK),
+and by MPI (`schedulers.rank`). Slurm is not among them: there one `launch` starts all nodes.
 """
 
 from __future__ import annotations
@@ -12,11 +12,23 @@ from dataclasses import dataclass
 
 from launcher.base import env
 from launcher.base.errors import UsageError
-from launcher.base.scheduler_rank import SchedulerRank
 from launcher.cluster.nodeset import MAX_PORT, split_endpoint
+from launcher.schedulers.rank import SchedulerRank, scheduler_rank
 
 DEFAULT_PORT = 29500  # torchrun's
 _ALONE = "; --standalone: use this machine only"
+
+
+@dataclass(frozen=True)
+class StartedByHand:
+    """Nothing says that this process is a part of a job."""
+
+    note: str | None = None  # what to tell the user: it may be a part of something all the same
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """This process runs inside a Slurm allocation, and may start ranks on all of its nodes."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +60,37 @@ class SchedulerNode:
             "master_addr": self.master_addr,
             "master_port": self.master_port,
         }
+
+
+def detect(
+    environ: Mapping[str, str], *, hosts_are_named: bool = False
+) -> SchedulerRank | SchedulerNode | Allocation | StartedByHand:
+    """Return what has started this process.
+
+    hosts_are_named: the user says which hosts to use; only a launcher that has started several of us is looked for.
+    Raises: UsageError when the variables contradict each other or lack one.
+    """
+    rank = scheduler_rank(environ)
+    if hosts_are_named:
+        return rank or StartedByHand()
+    if in_allocation(environ) and (rank is None or rank.is_task):
+        return rank or Allocation()
+    node = scheduler_node(environ, rank)
+    if rank is not None and (node is None or node.num_nodes == 1):  # several would start all ranks each
+        return rank
+    return node or StartedByHand(_foreign_rank(environ))
+
+
+def in_allocation(environ: Mapping[str, str]) -> bool:
+    """Return whether this process runs inside a Slurm allocation whose hosts are its to use.
+
+    A rank that starts `launch` itself is not meant: its hosts already run the job it belongs to. A shell of salloc in a
+    heterogeneous job knows no node list of the whole job, and is inside all the same.
+    """
+    if env.JOB_ID.name in environ:
+        return False
+    has_nodes = env.SLURM_JOB_ID.name in environ and env.SLURM_JOB_NODELIST.name in environ
+    return has_nodes or env.SLURM_HET_SIZE.name in environ
 
 
 def scheduler_node(environ: Mapping[str, str], started: SchedulerRank | None) -> SchedulerNode | None:
@@ -164,7 +207,7 @@ def _check_rank(environ: Mapping[str, str], counted: env.EnvVar, node_rank: int,
         )
 
 
-def foreign_rank(environ: Mapping[str, str]) -> str | None:
+def _foreign_rank(environ: Mapping[str, str]) -> str | None:
     """Return what to say where another launcher has made this process one of several ranks, None elsewhere.
 
     What it started is `launch`: once for each of its ranks, and each would be a job of its own.

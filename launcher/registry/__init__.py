@@ -1,0 +1,1 @@
+"""Layer 5: jobs that are found again: their entries, and their logs."""
