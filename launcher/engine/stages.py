@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -17,6 +16,7 @@ from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.schema import Config
 from launcher.engine.model_check import check_model
+from launcher.engine.parallel import replaced
 from launcher.parallel.pipeline.divide import Profiling, stage_model
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.parallel.pipeline.tied import mark_copies
@@ -48,16 +48,11 @@ class Staged:
         """
         own, before = dict(self.model.named_parameters()), self.names_before
 
-        def kept(params: Any) -> list[Any]:
-            given = [params] if isinstance(params, torch.Tensor) else params
-            return [own[before[param]] for param in given if before.get(param) in own]
+        def counterpart(param: Any) -> list[nn.Parameter]:
+            name = before.get(param)
+            return [own[name]] if name is not None and name in own else []
 
-        if isinstance(optimizer, torch.optim.Optimizer):
-            for group in optimizer.param_groups:
-                group["params"] = kept(group["params"])
-        if model_parameters is None or not any(isinstance(each, dict) for each in model_parameters):
-            return None if model_parameters is None else kept(model_parameters)
-        return [{**group, "params": kept(group["params"])} for group in model_parameters]
+        return replaced(optimizer, model_parameters, counterpart)
 
 
 def divide_into_stages(model: nn.Module, settings: Config, mesh: ParallelMesh, num_micro_batches: int) -> Staged | None:
