@@ -16,7 +16,7 @@ from launcher.optim.api import FlatOptimizer, ParamShard, saved_piece
 from launcher.optim.factory import OptimizerPlan
 from launcher.optim.live import LiveStates, base_optimizer
 from launcher.optim.scaling import LossScaler
-from launcher.zero.partition import full_numel
+from launcher.sharding.layout import unsharded_numel
 from launcher.zero.stages import UnitState
 from launcher.zero.unit import FlatUnit
 
@@ -257,7 +257,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         names = {param: name for unit in self._units for param, name in unit.names.items()}
         params = [param for group in self.param_groups for param in group["params"]]
         states = {
-            names[param]: [saved_piece(range(full_numel(param)), state_dict["state"].get(number, {}))]
+            names[param]: [saved_piece(range(unsharded_numel(param)), state_dict["state"].get(number, {}))]
             for number, param in enumerate(params)
             if param in names
         }

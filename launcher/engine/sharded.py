@@ -14,14 +14,13 @@ from launcher.engine.optimizer import ZeroOptimizer
 from launcher.zero.gathered import unregister_outside
 from launcher.zero.hooks import InstalledHooks
 from launcher.zero.host_copy import HostCopy, is_in_host_memory
+from launcher.zero.marks import Mark
 from launcher.zero.order_watch import unwatch_order, watch_order
 from launcher.zero.parameters import set_data, values_of
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.step import DelayedUpdate
 from launcher.zero.unit import FlatUnit, unit_of
-
-_OF_MODEL = "_launch_sharded"
 
 
 class ShardedModel:
@@ -49,7 +48,7 @@ class ShardedModel:
         watch_order(reducer.order, reducer.group)
         self.has_ended = False
         self._frozen: list[nn.Parameter] = []
-        model.__dict__[_OF_MODEL] = self
+        _OF_MODEL.put(model, self)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return (type(None), ())  # a copy of the model belongs to no engine
@@ -95,7 +94,10 @@ class ShardedModel:
         for param in self._frozen:
             param.requires_grad_(True)
         unregister_outside(self._model.parameters())
-        self._model.__dict__.pop(_OF_MODEL, None)
+        _OF_MODEL.remove(self._model)
+
+
+_OF_MODEL: Mark[ShardedModel] = Mark("sharded")
 
 
 def end_engine_of(model: nn.Module) -> bool:
@@ -103,7 +105,7 @@ def end_engine_of(model: nn.Module) -> bool:
 
     Raises: EngineError for a model of which only some parameters belong to another engine.
     """
-    previous: ShardedModel | None = model.__dict__.get(_OF_MODEL)
+    previous = _OF_MODEL.own_of(model)
     if previous is not None:
         previous.end()
     for name, param in model.named_parameters():

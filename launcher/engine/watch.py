@@ -21,6 +21,7 @@ from launcher.engine.parts import EngineParts
 from launcher.monitor.curves import open_curves
 from launcher.monitor.flops import FlopCounter, ProfileForm, ProfileTimes, peak_flops, profile_text
 from launcher.monitor.meters import GIB, LossReporter, MemoryUse, PhaseTimer, ThroughputTimer, memory_use
+from launcher.sharding.layout import unsharded_numel
 
 DEFAULT_WINDOW = 10  # steps between lines when `steps_per_print` is off
 _NOTHING = contextlib.nullcontext()
@@ -192,7 +193,7 @@ class _Profile:
         if self._counter.count is None:
             return None
         flops = self._counter.count.forward_total
-        params = sum(getattr(param, "ds_numel", param.numel()) for param in self._model.parameters())
+        params = sum(map(unsharded_numel, self._model.parameters()))
         return ProfiledStep(flops, flops // 2, params)
 
     @contextlib.contextmanager

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.parallel.expert.layer import MoE
+from launcher.sharding.layout import unsharded_numel
 from launcher.zero.marks import is_moe_param
 
 MAX_GROUP_NUMEL = 178_956_971  # DeepSpeed's
@@ -67,7 +68,7 @@ def _parts(params: list[nn.Parameter], max_numel: float | None) -> list[list[nn.
     parts: list[list[nn.Parameter]] = [[]]
     numel = 0
     for param in params:
-        own = int(getattr(param, "ds_numel", param.numel()))
+        own = unsharded_numel(param)
         if parts[-1] and max_numel is not None and numel + own > max_numel:
             parts.append([])
             numel = 0
