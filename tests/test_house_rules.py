@@ -129,6 +129,12 @@ def test_no_import_circles_for_types_neither() -> None:
     list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError, which names the circle
 
 
+def test_what_is_noted_on_parameters_and_modules_goes_through_one_file() -> None:
+    attributes = re.compile(r"""["']_launch_\w+["']|getattr\(\w+, ["']ds_(shape|numel)["']""")
+    users = {str(path.relative_to(ROOT)) for path in SOURCES if attributes.search(path.read_text())}
+    assert users == {"launcher/sharding/layout.py"}  # the shape of a sharded parameter; marks are of `zero/marks.py`
+
+
 def test_no_star_imports() -> None:
     stars = [
         place(path, node)

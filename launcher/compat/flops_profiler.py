@@ -14,7 +14,7 @@ from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.compat.accelerator import get_accelerator
 from launcher.monitor.flops import FlopCount, FlopCounter, ProfileForm, ProfileTimes, profile_text
-from launcher.zero.marks import full_numel
+from launcher.sharding.layout import unsharded_numel
 
 
 class FlopsProfiler:
@@ -63,7 +63,7 @@ class FlopsProfiler:
 
     def get_total_params(self, as_string: bool = False) -> Any:
         """Return the model's parameters, also where they are sharded."""
-        total = sum(full_numel(param) for param in self.model.parameters())
+        total = sum(map(unsharded_numel, self.model.parameters()))
         return params_to_string(total) if as_string else total
 
     def get_total_duration(self, as_string: bool = False) -> Any:

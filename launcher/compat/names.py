@@ -58,7 +58,7 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.tuning": "add_tuning_arguments",
         "launcher.engine.data": "DeepSpeedDataLoader=DistributedLoader",
         "launcher.engine.arguments": "add_config_arguments",
-        "launcher.engine.engine": "DeepSpeedEngine=Engine",
+        "launcher.engine.deepspeed_engine": "DeepSpeedEngine",
         "launcher.engine.pipeline": "PipelineEngine",
         f"{_DEFINED}.pipe": "PipelineModule",
         "launcher.parallel.tensor.split": "tp_model_init",
@@ -232,8 +232,8 @@ NAMES: dict[str, dict[str, str]] = {
         "launcher.engine.data": "DeepSpeedDataLoader=DistributedLoader",
     },
     "runtime.engine": {
-        "launcher.engine.engine": "DeepSpeedEngine=Engine",
-        "launcher.engine.offloaded": "OffloadStateTypeEnum=StateKind",
+        "launcher.engine.deepspeed_engine": "DeepSpeedEngine",
+        "launcher.engine.sharded": "OffloadStateTypeEnum=StateKind",
         f"{_DEFINED}.configs": "OffloadDeviceEnum ZeroStageEnum",
         f"{_DEFINED}.optimizers": """
             DeepSpeedOptimizerCallable DeepSpeedSchedulerCallable DeepSpeedZeroOptimizer DeepSpeedZeroOptimizer_Stage3
@@ -330,7 +330,7 @@ NAMES: dict[str, dict[str, str]] = {
         f"{_DEFINED}.configs": """
             DeepSpeedZeroOffloadOptimizerConfig DeepSpeedZeroOffloadParamConfig OffloadDeviceEnum
         """,
-        "launcher.engine.offloaded": "OffloadStateTypeEnum=StateKind",
+        "launcher.engine.sharded": "OffloadStateTypeEnum=StateKind",
     },
     "runtime.zero.leaf_module_config": {
         f"{_DEFINED}.zero": """

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
+import contextlib
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -37,14 +41,12 @@ from launcher.engine.casting import (
     widen_batch_norms,
 )
 from launcher.engine.data import DistributedLoader, build_loader
-from launcher.engine.engine import Engine
-from launcher.engine.experts import sizes_with_experts, spread_over_ranks
+from launcher.engine.deepspeed_engine import DeepSpeedEngine
 from launcher.engine.model_check import check_for_ranks, check_model, check_types, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
-from launcher.engine.parallel import check_optimizer, split_over_ranks
+from launcher.engine.parallel import check_optimizer, sizes_with_experts, split_over_ranks, spread_over_ranks
 from launcher.engine.parts import EngineParts, loss_scale_rules, swap_space, trusted_kernel
 from launcher.engine.pipeline import PipelineEngine
-from launcher.engine.process import keep_freed_memory, without_dynamo
 from launcher.engine.sequence import attach_sequence, check_groups, check_sequence, sequence_size
 from launcher.engine.sharded import ShardedModel, end_engine_of
 from launcher.engine.stages import divide_into_stages
@@ -85,7 +87,27 @@ from launcher.zero.states import TORCH_DTYPES, dtype_of
 from launcher.zero.step import MAX_NAMES, DelayedUpdate
 from launcher.zero.tiling import tile_to_fit
 
+_DYNAMO_MARK = "__dynamo_disable"
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
+
+
+@contextlib.contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Keep the construction of optimizers from importing torch._dynamo: 1.5 to 2 s of CPU of each rank.
+
+    `Optimizer.add_param_group` imports it only to be left out of compiled code, unless its function has the mark of
+    that already (torch/_compile.py). The mark is taken away again: what is compiled later is as in torch. Where
+    another torch knows no such mark, the import takes place.
+    """
+    function = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
+    if function is None or hasattr(function, _DYNAMO_MARK) or "torch._dynamo" in sys.modules:
+        yield
+        return
+    setattr(function, _DYNAMO_MARK, function)
+    try:
+        yield
+    finally:
+        delattr(function, _DYNAMO_MARK)
 
 
 @without_dynamo()
@@ -104,7 +126,7 @@ def initialize(
     config: Any = None,
     mesh_param: Any = None,
     config_params: Any = None,
-) -> tuple[Engine, ZeroOptimizer | None, DistributedLoader | None, Any]:
+) -> tuple[DeepSpeedEngine, ZeroOptimizer | None, DistributedLoader | None, Any]:
     """Build an engine around `model`. Every rank must call it with the same model and config.
 
     config: a path, JSON text or dict; or `args.deepspeed` / `args.deepspeed_config` holds the path.
@@ -171,12 +193,12 @@ def initialize(
         shuffle = not is_list_of_layers
         loader = _loader(training_data, collate_fn, settings, batch, mesh, shuffle=shuffle)
     parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting, sequence)
-    if built.optimizer is not None:
-        built.optimizer.settings, built.optimizer.is_of_pipeline = settings, staged is not None
     announce_disks(disks)
     if world.rank == 0:
         announce(parts, loaded.notices, choices, plan, [*split_notices, *expert_notices])
-    engine = Engine(model, parts) if staged is None else PipelineEngine(staged.model, parts, staged.plan)
+    engine = DeepSpeedEngine(model, parts) if staged is None else PipelineEngine(staged.model, parts, staged.plan)
+    if built.optimizer is not None:
+        built.optimizer.run_by(engine, settings, is_of_pipeline=staged is not None)
     engine.begin_in_folder()
     return engine, built.optimizer, loader, scheduler
 
@@ -476,3 +498,31 @@ def _scheduler(settings: Config, client: Any, optimizer: ZeroOptimizer | None) -
     schedule = schedule_from_config(section.type, section.params, optimizer)
     tell(total_steps=section.params.get("total_num_steps"))
     return schedule
+
+
+# ---- The allocator of the C library ----
+# A backward pass allocates a gradient for each parameter and frees it as soon as it has been collected. By default
+# glibc returns what is free at the end of its heap to the kernel, from 128 KiB on, and a tensor of more than that is
+# a mapping of its own; both bounds grow, up to 64 and 32 MiB, as tensors are freed. The next gradient is then built
+# of new pages, each a page fault, and zeroed by the kernel first: `perf stat -e page-faults` shows them.
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+KEPT_BYTES = 128 * 2**20  # of freed memory at the end of the heap
+LARGEST_IN_HEAP_BYTES = 32 * 2**20  # the most that glibc would reach by itself
+_SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
+
+
+def keep_freed_memory() -> bool:
+    """Have glibc keep up to 128 MiB of freed memory for the next tensors of this process. Returns whether it does.
+
+    It does not where the environment has settings of malloc, which are the user's choice, nor where the C library is
+    another one. Memory that is in use does not grow.
+    """
+    if any(name in os.environ for name in _SETTINGS):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:  # musl
+        return False
+    # One of the two ends the growing of both.
+    return bool(mallopt(_M_MMAP_THRESHOLD, LARGEST_IN_HEAP_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES))

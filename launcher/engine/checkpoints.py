@@ -28,7 +28,6 @@ from launcher.checkpoint.values.rng import restore_rng, rng_state
 from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag
 from launcher.checkpoint_files.place import Place
-from launcher.config.schema import Config
 from launcher.engine import stages
 from launcher.engine.data import keeps_position
 from launcher.engine.optimizer import ZeroOptimizer
@@ -60,31 +59,20 @@ class _OfModules:
 
 
 class SavedEngine(Protocol):
-    """What a checkpoint needs of an engine."""
+    """What a checkpoint needs of an engine beside its parts: what changes while it trains."""
 
     module: nn.Module
-    device: torch.device
-    global_rank: int
-    world_size: int
     global_steps: int
     global_samples: int
     optimizer: ZeroOptimizer | None
     lr_scheduler: Any
     training_dataloader: Any
-    _parts: EngineParts
 
     @property
     def complete_micro_steps(self) -> int: ...
 
     @property
     def skipped_steps(self) -> int: ...
-
-    @property
-    def config(self) -> dict[str, Any]: ...
-
-    def synchronize_parameters(self) -> None: ...
-
-    def zero_optimization_stage(self) -> int: ...
 
     def take_counters(self, state: RunState) -> None: ...
 
@@ -94,13 +82,14 @@ class SavedEngine(Protocol):
 class Checkpoints:
     """Saves and loads one engine. Every rank must call each method, with the same arguments."""
 
-    def __init__(self, engine: SavedEngine, settings: Config, after_commit: Callable[[Place], None]) -> None:
+    def __init__(self, engine: SavedEngine, parts: EngineParts, after_commit: Callable[[Place], None]) -> None:
         """after_commit: called with the folder of each checkpoint that is saved, on the rank that can remove others."""
         self._engine = cast("SavedEngine", weakref.proxy(engine))  # an engine that is dropped is freed at once
         self._after_commit = after_commit
-        self._parts = engine._parts
-        self._section = settings.checkpoint
-        self._is_rank0 = engine.global_rank == 0
+        self._parts = parts
+        self._section = parts.settings.checkpoint
+        self._rank, self._world_size = parts.mesh.world.rank, parts.mesh.world.world_size
+        self._is_rank0 = self._rank == 0
         self._saver = BackgroundSaver(is_rank0=self._is_rank0)
         self._has_warned_of_data = False
 
@@ -114,7 +103,7 @@ class Checkpoints:
         exchange = Exchange(self._parts.mesh.world, "save_checkpoint")
         if self._parts.sharded.delayed is not None or self._parts.mesh.pipeline is not None:
             exchange.all_succeeded(None)  # what follows is collective then: a rank that saves alone would hang in it
-        self._engine.synchronize_parameters()
+        self._parts.sharded.synchronize_parameters()
         saving = Save(self._request(root, tag, saves_latest), exchange)
         try:
             data, shared = self._collected(client_state, excludes_frozen=excludes_frozen)
@@ -134,12 +123,12 @@ class Checkpoints:
 
     def _collected(self, client_state: Mapping[str, Any], *, excludes_frozen: bool) -> tuple[RankData, SharedData]:
         """Return what this rank saves. Tensors of contents are live. Raises: CheckpointError, what modules raise."""
-        engine, copies = self._engine, self._section.asynchronous
+        model, copies = self._engine.module, self._section.asynchronous
         facts, of_modules = self._of_modules()
         state = vars(self._run_state(client_state, of_modules))
         run = Encoded.of(state, "the run's state", copies=copies, pickles=self._section.pickle_client_state)
-        private = Encoded.of(self._private(), f"rank {engine.global_rank}", copies=copies)
-        params = {**dict(engine.module.named_parameters()), **absent_parameters(engine.module)}
+        private = Encoded.of(self._private(), f"rank {self._rank}", copies=copies)
+        params = {**dict(model.named_parameters()), **absent_parameters(model)}
         excluded = {name for name, param in params.items() if excludes_frozen and not param.requires_grad}
         data = RankData(writer_index(self._parts.mesh), self._contents(excluded), private)
         return data, SharedData(run, {**facts, "excluded": sorted(excluded)})
@@ -214,7 +203,7 @@ class Checkpoints:
             client_state=dict(client_state),
             buffers=of_modules.buffers,
             extra_state=of_modules.extra_state,
-            config=engine.config,
+            config=self._parts.raw_config,
             versions={"torch": str(torch.__version__), "python": platform.python_version()},
         )
 
@@ -222,7 +211,7 @@ class Checkpoints:
         """Return what only this rank has; `of_world` is of use to as many ranks only."""
         engine, optimizer = self._engine, self._engine.optimizer
         return {
-            "rng": rng_state(engine.device),
+            "rng": rng_state(self._parts.group.device),
             "data": self._position(),
             "of_world": {
                 "optimizer": {} if optimizer is None else optimizer.flat.rank_state(),
@@ -273,7 +262,7 @@ class Checkpoints:
             pipeline, _tied_names(engine.module), buffers, extra_state, order, trained
         )
         facts = {
-            "stage": engine.zero_optimization_stage(),
+            "stage": int(self._parts.settings.zero_optimization.stage),
             "precision": str(TORCH_DTYPES[self._parts.policy.precision.param]).removeprefix("torch."),
             "tied": tied,
             "buffers": sorted(buffers),
@@ -290,6 +279,7 @@ class Checkpoints:
 
         Raises: CheckpointError, on every rank.
         """
+        self._parts.sharded.offloaded.reload()
         self._saver.wait()
         exchange = Exchange(self._parts.mesh.world, "load_checkpoint")
         tag = self._agreed_tag(exchange, root, tag)
@@ -341,7 +331,7 @@ class Checkpoints:
 
     def _load_from(self, source: CheckpointSource, exchange: Exchange, options: LoadOptions) -> None:
         engine, sharded = self._engine, self._parts.sharded
-        engine.synchronize_parameters()
+        sharded.synchronize_parameters()
         sharded.schedule.reset()
         sharded.reducer.discard()
         optimizer = engine.optimizer if options.loads_optimizer else None
@@ -383,10 +373,10 @@ class Checkpoints:
     def _continue(self, source: CheckpointSource, options: LoadOptions) -> None:
         """Take over buffers, and counters, schedule, loss scale, random numbers and the position in the data."""
         engine, state = self._engine, source.state
-        _load_buffers(engine.module, source, engine.global_rank, engine.world_size)
+        _load_buffers(engine.module, source, self._rank, self._world_size)
         if options.loads_module_only:
             return
-        private = source.private(engine.global_rank, engine.world_size)
+        private = source.private(self._rank, self._world_size)
         has_schedule = state.lr_scheduler is not None and hasattr(engine.lr_scheduler, "load_state_dict")
         if options.loads_schedule and has_schedule:
             engine.lr_scheduler.load_state_dict(state.lr_scheduler)
@@ -399,7 +389,7 @@ class Checkpoints:
         engine.take_counters(state)
         engine.continue_data(private.get("data"))
         if "rng" in private:
-            restore_rng(private["rng"], engine.device)
+            restore_rng(private["rng"], self._parts.group.device)
 
 
 def _tag_in(root: Place) -> str | None:

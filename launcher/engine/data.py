@@ -263,6 +263,23 @@ def keeps_position(loader: Any) -> bool:
     return all(callable(getattr(loader, name, None)) for name in ("state_dict", "load_state_dict"))
 
 
+def continue_loader(loader: Any, position: Any, *, warns: bool) -> None:
+    """Have a loader continue at the position that a checkpoint holds, where there are both. warns: if it cannot.
+
+    Raises: CheckpointError where it is not that of such a loader.
+    """
+    if position is None or loader is None:
+        return
+    if keeps_position(loader):
+        loader.load_state_dict(position)
+    elif warns:
+        get_logger().warning(
+            "the checkpoint holds a position in the data, which %s cannot take over, without load_state_dict(): it"
+            " is read from its beginning",
+            type(loader).__name__,
+        )
+
+
 def _counted(num_samples: int | None) -> str:
     return "an unknown number of" if num_samples is None else str(num_samples)
 

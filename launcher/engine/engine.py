@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Iterator, Mapping
+import os
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -12,31 +12,29 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.base.log import get_logger
-from launcher.base.progress import BETWEEN_STEPS, EVALUATING, TRAINING, heartbeat, tell
+from launcher.base.progress import BETWEEN_STEPS, EVALUATING, TRAINING, heartbeat, phase, tell
 from launcher.checkpoint.formats.source import RunState
-from launcher.config.equations import BatchPlan, solve_batch
-from launcher.engine.autosave import Autosave
+from launcher.checkpoint_files.place import place_of
+from launcher.config.equations import BatchPlan
 from launcher.engine.backward import BackwardPass, ScriptsPass, check_loss, scaled_up, unscaled_error
-from launcher.engine.checkpoints import Checkpoints
-from launcher.engine.deepspeed_names import DeepSpeedNames
+from launcher.engine.checkpoint_folder import CheckpointFolder
+from launcher.engine.checkpoints import Checkpoints, LoadOptions
+from launcher.engine.data import continue_loader
 from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parallel import LayerRanks
 from launcher.engine.parts import EngineParts
-from launcher.engine.resume import Resumed
-from launcher.engine.saving import SavesCheckpoints
 from launcher.engine.watch import StepFacts, Watch
-from launcher.monitor.meters import LossReporter, ThroughputTimer
+from launcher.engine.weights import WholeWeights
 from launcher.zero.parameters import find_shared_counts
-from launcher.zero.states import TORCH_DTYPES
 from launcher.zero.step import step_units
 
 _ENGINE, _OPTIMIZER, _DROPPED = "engine.step()", "optimizer.step()", "engine.zero_grad()"
 _INTERRUPTED = "an exception ended a backward pass"
 
 
-class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]  # torch overloads state_dict
+class Engine(nn.Module):
     """A model that trains by `loss = engine(x); engine.backward(loss); engine.step()`.
 
     All three must be called by every rank, once per micro-batch; `step()` acts only at the accumulation
@@ -51,7 +49,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._sharded = parts.sharded
         self.optimizer = parts.sharded.optimizer
         self.lr_scheduler = parts.lr_scheduler  # a script may set another, or None: then it steps its own
-        self.training_dataloader = parts.loader
+        self.training_dataloader: Any = parts.loader  # of a pipeline, whatever loader the script sets
         self.device = parts.group.device
         self.global_rank = parts.mesh.world.rank
         self.world_size = parts.mesh.world.world_size
@@ -66,27 +64,22 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._num_drops = 0  # calls of `zero_grad()` since then that dropped such micro-batches
         self._is_in_no_sync = False
         self._layer_ranks = LayerRanks(parts.mesh.tensor)
-        self._num_path_changes = 0
         self._backward_done = False  # a backward of this micro-step has run
         self._ended_by: str | None = None  # the call that has ended the last micro-step: see `step_of_optimizer`
         self._ended_accumulation = False  # the last `step()` was at a boundary
         self._last_step = LastStep(parts.sharded.units, self.optimizer, parts.mesh)
         self._losses: list[Tensor] = []  # of this accumulation, to be shown
-        self._loss_reporter = LossReporter(is_wanted=self.global_rank == 0)
-        self._timer = ThroughputTimer(parts.batch.train_batch_size, self._steps_per_print or 1)
-        self._watch = Watch(parts.settings, parts.mesh.world, model, TORCH_DTYPES[parts.policy.precision.compute])
+        self._watch = Watch(model, parts)
         self._model_facts = ModelFacts(model)
         find_shared_counts(unit.params for unit in parts.sharded.units)
         for unit in parts.sharded.units:
             unit.params.after_load()  # building the engine has listed them
         self._pass = BackwardPass(parts.sharded.reducer, parts.sharded.schedule, self._watch)
-        if self.optimizer is not None:
-            self.optimizer.run_by(self)
-        self._autosave = Autosave(parts.settings.checkpoint)
-        self._offloaded = parts.sharded.offloaded
-        self._checkpoints = Checkpoints(self, parts.settings, self._autosave.after_commit)
+        # Attributes of a model by public names would be hidden by those of an engine: hence the underscores.
+        self._weights = WholeWeights(parts)
+        self._folder = CheckpointFolder(parts)
+        self._checkpoints = Checkpoints(self, parts, self._folder.after_commit)
         self.client_state: dict[str, Any] = {}  # what the engine's own saves keep of the script
-        self._resumed: Resumed | None = None
 
     # ---- facts ----
 
@@ -94,11 +87,6 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
     def config(self) -> dict[str, Any]:
         """The config as it was given, as plain data."""
         return self._parts.raw_config
-
-    @property
-    def _steps_per_print(self) -> int | None:
-        value = self._parts.settings.steps_per_print
-        return None if value is None else int(value)
 
     def train_batch_size(self) -> int:
         """Return the samples of one optimizer step over all ranks."""
@@ -115,6 +103,11 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._note_exception()
         return self._batch.accumulation_steps
 
+    @property
+    def dp_world_size(self) -> int:
+        """The number of ranks with different samples."""
+        return self._parts.mesh.sizes.data
+
     def zero_optimization_stage(self) -> int:
         """Return the configured ZeRO stage."""
         return int(self._parts.settings.zero_optimization.stage)
@@ -130,15 +123,6 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
     def skipped_steps(self) -> int:
         """The optimizer steps that updated nothing, because a norm was not finite. On a GPU it waits for the last."""
         return self._last_step.num_skipped
-
-    def loss_scale(self) -> float:
-        """Return the configured loss scale, 0 for a dynamic one; `optimizer.cur_scale` is the one in force."""
-        scaler = None if self.optimizer is None else self.optimizer.loss_scaler
-        return 1.0 if scaler is None else 0.0 if scaler.rules.is_dynamic else scaler.scale
-
-    def dynamic_loss_scale(self) -> bool:
-        """Whether the loss scale follows overflows."""
-        return self.optimizer is not None and self.optimizer.dynamic_loss_scale
 
     def get_lr(self) -> list[float]:
         """Return the learning rate of each parameter group; NaN for one of an optimizer that has none."""
@@ -159,35 +143,6 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         """The micro-steps so far without those of an accumulation under way, which no checkpoint has."""
         return self.micro_steps - self._num_summed
 
-    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
-        """Decide the boundary yourself from now on. Call it before `backward`, alike on every rank.
-
-        Raises: EngineError without managed accumulation: each `step()` is a boundary then.
-        """
-        if self._parts.policy.reduction.at_step_only:
-            raise EngineAssertionError(
-                "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation false",
-                hint="call step() where the accumulation is to end",
-            )
-        self._boundary_override = is_boundary
-
-    def set_train_batch_size(self, train_batch_size: int) -> None:
-        """Change the samples of an optimizer step, by the accumulation steps.
-
-        In the middle of an accumulation the sizes change after its step, which has as many micro-batches as the losses
-        so far were divided by. Raises: ConfigError when it is not a multiple of micro-batch times ranks.
-        """
-        self._set_batch(solve_batch(train_batch_size, self._next_batch.micro_batch_size, None, self.dp_world_size))
-
-    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
-        """Change the samples of a micro-batch of one rank, at the same time as `set_train_batch_size` does.
-
-        The accumulation steps stay. Your loader must follow.
-        """
-        if micro_batch_size < 1:
-            raise EngineError(f"a micro-batch needs at least 1 sample, got {micro_batch_size}")
-        self._set_batch(solve_batch(None, micro_batch_size, self._next_batch.accumulation_steps, self.dp_world_size))
-
     def _set_batch(self, batch: BatchPlan) -> None:
         self._note_exception()
         self._next_batch = batch
@@ -199,7 +154,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         self._num_summed, self._has_divided, self._backward_done, self._num_backwards = 0, False, False, 0
         if self._batch is not self._next_batch:
             self._batch = self._next_batch
-            self._timer = ThroughputTimer(self._batch.train_batch_size, self._steps_per_print or 1)
+            self._watch.count_samples(self._batch.train_batch_size)
 
     def _begin_sum_anew(self, why: str) -> None:
         """Begin again with an accumulation whose gradients were dropped, and warn where micro-batches were in it."""
@@ -224,7 +179,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
                 hint="use the engine that the last initialize() returned; before a second train() of a Trainer, set"
                 " trainer.model_wrapped = trainer.model",
             )
-        self._offloaded.check_forward()
+        self._sharded.offloaded.check_forward()
         if self._pass.recover():
             self._begin_sum_anew(_INTERRUPTED)
 
@@ -244,7 +199,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
                 outputs = self.module(*inputs, **kwargs)
         else:
             self._tell_phase(trains=torch.is_grad_enabled())
-            self._timer.start()
+            self._watch.throughput.start()
             with self._parts.sequence.checked((inputs, kwargs)), self._watch.phase("forward"), casting.context():
                 outputs = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and self.optimizer is not None:
@@ -273,21 +228,6 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
             scaled_up(loss, loss_scale).backward(retain_graph=retain_graph)
         self._backward_done = True
         return loss
-
-    def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
-        """Return `loss` such that you may call its `backward()` yourself, in place of `engine.backward(loss)`.
-
-        It is multiplied by the loss scale and, with `scale_wrt_gas`, divided by the accumulation steps. Several scaled
-        losses may be added, or go back one by one, before `step()`. Every rank must do the same.
-        """
-        loss_scale = self._begin_backward(loss)
-        num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
-
-        def begin() -> bool:
-            self._backward_done = True
-            return self._reduces_at_boundary()
-
-        return self._pass.begins_at(scaled_up(loss / num_parts, loss_scale), begin)
 
     def _begin_backward(self, loss: Tensor) -> float:
         """Note the loss of a micro-batch that is about to go back; return the loss scale. Raises: EngineError."""
@@ -318,26 +258,6 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         is_open = self._is_in_no_sync or self._parts.policy.reduction.at_step_only
         return self.is_gradient_accumulation_boundary() and not is_open
 
-    @contextlib.contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Sum gradients on each rank only: a backward after this block, or `step()`, sends them.
-
-        Raises: EngineError at ZeRO stages 2 and 3, within another such block, and for `step()` inside.
-        """
-        stage = self.zero_optimization_stage()
-        if stage >= 2:
-            raise EngineAssertionError(
-                f"no_sync() cannot be used at ZeRO stage {stage}: no rank keeps full gradients to sum",
-                hint="set gradient_accumulation_steps, or use stage 0 or 1",
-            )
-        if self._is_in_no_sync:
-            raise EngineAssertionError("no_sync() was entered within no_sync()", hint="leave the inner one out")
-        self._is_in_no_sync = True
-        try:
-            yield
-        finally:
-            self._is_in_no_sync = False
-
     def step(self) -> None:
         """End the micro-batch; at the boundary take the optimizer step. Every rank must call it.
 
@@ -358,23 +278,23 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:
             self._model_facts.check()
-            self._autosave.begin_step()
+            self._folder.begin_step()
             with self._watch.phase("step"):
                 self._take_step()
         # Not before: after an error the micro-batch has not ended, and `step()` may be called again.
         self._backward_done, self._ended_accumulation, self._ended_by = False, boundary, _ENGINE
         self.micro_steps += 1
         self._num_summed += 1
-        self._timer.stop(boundary)
+        self._watch.throughput.stop(boundary)
         if boundary:
             tell(step=self.global_steps, phase=BETWEEN_STEPS)  # heartbeats count micro-batches
             self._report()
             self._begin_sum()
             self._num_drops = 0
-            self._autosave.after_step(self)
+            self._folder.after_step(self)
             if torch.autograd.profiler._is_profiler_enabled:
                 # torch's profiler corrupts its memory where it stops while collectives of gloo are in flight.
-                self._wait_for_parameters()
+                self._sharded.wait_for_parameters()
 
     def step_of_optimizer(self) -> None:
         """Do what `optimizer.step()` is to do: call `step()`, unless that was called after the last backward.
@@ -406,7 +326,7 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
                 f" gradients: an optimizer step needs {self.gradient_accumulation_steps()} in a row",
                 hint="leave it out: engine.step() drops gradients after each optimizer step",
             )
-        self._offloaded.check_training()
+        self._sharded.offloaded.check_training()
         self._num_drops += is_between
         if self._backward_done:
             self._ended_by = _DROPPED
@@ -428,16 +348,6 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         else:
             self.global_samples += self.train_batch_size()
         self._last_step.begin(self.global_steps, outcome, self._losses, self.lr_scheduler)
-        self._note_path()
-
-    def _note_path(self) -> None:
-        num_changes = self._sharded.schedule.num_path_changes
-        if num_changes > self._num_path_changes and self._parts.policy.warns_of_new_paths and self.global_rank == 0:
-            get_logger().warning(
-                "step %d: the model used its modules in another order than before; nothing is fetched ahead then",
-                self.global_steps,
-            )
-        self._num_path_changes = num_changes
 
     def _trained(self) -> ZeroOptimizer:
         """Return the optimizer. Raises: EngineError when there is none, or its states are not on the device."""
@@ -446,33 +356,130 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
                 "this engine has no optimizer: it is for inference only",
                 hint='add an "optimizer" section to the config, or call initialize(optimizer=...)',
             )
-        self._offloaded.check_training()
+        self._sharded.offloaded.check_training()
         return self.optimizer
 
     def _report(self) -> None:
-        """Tell the panel the loss; print a line every `steps_per_print` steps. From rank 0: the loss is its own."""
         losses, self._losses = self._losses, []
-        optimizer = self._trained()
-        scale = None if optimizer.loss_scaler is None else optimizer.loss_scale
-        self._loss_reporter.step(losses)
-        self._watch.after_step(StepFacts(self.global_steps, self.global_samples, losses, self.get_lr()[0], scale))
-        every = self._steps_per_print
-        if not every or self.global_steps % every or self.global_rank != 0:
-            return
-        shown = ""  # where the script has computed the loss from the outputs
-        if losses:
-            loss = torch.stack([value.float() for value in losses]).mean().item()
-            tell(loss=loss)
-            shown = f"  loss {loss:.4f}{' of rank 0' if self.dp_world_size > 1 else ''}"
-        rate = f"  {self._timer.samples_per_s:.1f} samples/s" if self._timer.samples_per_s else ""
-        get_logger().info(
-            "step %d%s  lr %.3g  grad norm %.3g%s",
-            self.global_steps,
-            shown,
-            self.get_lr()[0],
-            self._last_step.norm,
-            rate,
+        scaler = self._trained().loss_scaler
+        scale = None if scaler is None else scaler.scale
+        facts = StepFacts(self.global_steps, self.global_samples, losses, self.get_lr()[0], scale)
+        self._watch.after_step(facts, lambda: self._last_step.norm)
+
+    # ---- its weights and checkpoints ----
+
+    def synchronize_parameters(self) -> None:
+        """Wait until every parameter holds the last step's update; `state_dict()` and forward do it themselves.
+
+        With `delayed_update` neither does: they see the update before the last, until this or the next `step()`. Then
+        every rank must call it.
+        """
+        self._sharded.synchronize_parameters()
+
+    def state_dict(self, *args: Any, rank0_only: bool = False, **kwargs: Any) -> dict[str, Any]:  # type: ignore[override]
+        """Return the model's state dict in host memory, in plain tensors of its own.
+
+        At stage 3 every rank must call it: units are gathered and copied one after another, so that the device never
+        holds the whole model. rank0_only: the other ranks copy nothing and get an empty dictionary. Other arguments are
+        those of `nn.Module.state_dict`.
+        """
+        return self._weights.state_dict(self.module, *args, rank0_only=rank0_only, **kwargs)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load weights into the model, this rank's own `state_dict`, and have masters and shards follow.
+
+        Every rank must call it, with equal values. At stage 3 units are gathered, loaded and sharded one after another.
+        Of a pipeline each rank takes what its stages have of a `state_dict` of the whole model.
+        Raises: EngineError for `assign`, and what `nn.Module.load_state_dict` does.
+        """
+        if assign:
+            raise EngineError(
+                "load_state_dict(assign=True) would put other parameters in place of those that the engine trains",
+                hint="leave assign out, which copies the values, or load before initialize()",
+            )
+        return self._weights.load(self.module, state_dict, strict=strict)
+
+    @phase("saving a checkpoint")
+    def save_checkpoint(
+        self,
+        save_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        client_state: Mapping[str, Any] | None = None,
+        save_latest: bool = True,
+        exclude_frozen_parameters: bool = False,
+    ) -> bool:
+        """Save everything that a run needs to continue to `save_dir/tag`; return True. Every rank must call it.
+
+        tag: by default `global_step{N}`. client_state: values of the script that are saved too: plain data, tensors,
+        arrays. save_latest: `load_checkpoint` without a tag loads this one. With "async" in the config's `checkpoint`
+        section the training waits for a copy in host memory only; see `wait_for_checkpoint`.
+
+        Until the last file is on the disk, the checkpoint that was there before stays as it is. Raises: CheckpointError
+        on every rank where one of them cannot save, or does not call it within a minute.
+        """
+        name = f"global_step{self.global_steps}" if tag is None else str(tag)
+        self._checkpoints.save(
+            place_of(save_dir),
+            name,
+            client_state or {},
+            saves_latest=save_latest,
+            excludes_frozen=exclude_frozen_parameters,
         )
+        return True
+
+    @phase("loading a checkpoint")
+    def load_checkpoint(
+        self,
+        load_dir: str | os.PathLike[str],
+        tag: str | int | None = None,
+        load_module_strict: bool = True,
+        load_optimizer_states: bool = True,
+        load_lr_scheduler_states: bool = True,
+        load_module_only: bool = False,
+        custom_load_fn: Callable[..., Any] | None = None,
+    ) -> tuple[str | None, dict[str, Any] | None]:
+        """Continue from a checkpoint, of any number of ranks, stage and offload. Every rank must call it.
+
+        tag: by default what `latest` names. Returns the checkpoint's folder and the client state; (None, None)
+        where there is no `latest`. custom_load_fn: called as `custom_load_fn(src=weights by name, dst=model)` in place
+        of loading the parameters. Raises: CheckpointError on every rank, with the file that is damaged or what does
+        not fit.
+        """
+        return self._checkpoints.load(
+            place_of(load_dir),
+            None if tag is None else str(tag),
+            LoadOptions(
+                is_strict=load_module_strict,
+                loads_optimizer=load_optimizer_states and not load_module_only,
+                loads_schedule=load_lr_scheduler_states,
+                loads_module_only=load_module_only,
+                custom_load=custom_load_fn,
+            ),
+        )
+
+    @phase("waiting for a checkpoint to be saved")
+    def wait_for_checkpoint(self) -> None:
+        """Wait until an asynchronous save has ended. Raises: CheckpointError where it has failed."""
+        self._checkpoints.wait()
+
+    def begin_in_folder(self) -> None:
+        """Load what this start continues from, where the config names a folder: the end of `initialize`."""
+        self._folder.begin(self)
+
+    def resume(self, folder: str | os.PathLike[str] | None = None) -> dict[str, Any] | None:
+        """Load the newest checkpoint that is good, if this start is to continue. Every rank must call it.
+
+        folder: by default `checkpoint.folder` of the config, whose checkpoint `initialize` has loaded already. Returns
+        the client state; None where this start begins anew. Raises: CheckpointError, and EngineError without a folder.
+        """
+        return self._folder.resume(self, None if folder is None else os.fspath(folder))
+
+    def continue_data(self, position: Any) -> None:
+        """Have the loader continue at the position that a checkpoint holds; None: it holds none.
+
+        Raises: CheckpointError where it is not that of such a loader.
+        """
+        continue_loader(self.training_dataloader, position, warns=self.global_rank == 0)
 
     # ---- the model inside ----
 
@@ -489,17 +496,6 @@ class Engine(SavesCheckpoints, DeepSpeedNames, nn.Module):  # type: ignore[misc]
         finally:
             self._sharded.end()
             self._watch.stop()
-
-    def compile(
-        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None
-    ) -> None:
-        """Have torch.compile compile the model inside. compile_kwargs: further arguments of `torch.compile`.
-
-        Raises: EngineError for a `schedule` of compiler passes, which DeepSpeed has.
-        """
-        if schedule is not None:
-            raise EngineError("engine.compile(schedule=...) is not supported", hint="leave schedule out")
-        self.module.compile(backend=backend, **(compile_kwargs or {}))
 
     def any_rank(self, condition: bool) -> bool:
         """Whether `condition` holds on any rank. Collective.

@@ -1,8 +1,11 @@
-"""Tensor parallelism in the engine: the model is split before its units are built; ranks of one layer agree."""
+"""A model before its units are built: split over tensor-parallel ranks, its experts spread.
+
+What ranks of one layer must have alike is compared while it trains.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -14,18 +17,114 @@ from launcher.checkpoint.values.rng import restore_rng, rng_state
 from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import node_sizes
 from launcher.comm.mesh import ParallelMesh
-from launcher.config.equations import check_nodes
+from launcher.config.equations import check_nodes, with_experts
 from launcher.config.schema import Config
-from launcher.optim.factory import OptimizerPlan
+from launcher.optim.factory import OptimizerPlan, replace_parameters
 from launcher.optim.onebit.algorithms import ONE_BIT
 from launcher.optim.rules import COLLECTIVE
+from launcher.parallel.expert.share import spread_containers
+from launcher.parallel.expert.spread import spread_experts
+from launcher.parallel.expert.whole import return_whole_state
 from launcher.parallel.tensor.split import split_model
+from launcher.sharding.mesh import MeshSizes
+from launcher.zero.marks import is_moe_param
 from launcher.zero.parameters import unit_params_of
 from launcher.zero.unit import FlatUnit
 
 _NUM_PARTS = 8
 # Of a gradient's norm. Rounding differs by far less; what lacks the other ranks' part differs by far more.
 _TOLERANCE = 1e-2
+
+
+# ---- Before the units are built ----
+
+
+def split_over_ranks(model: nn.Module, settings: Config, mesh: ParallelMesh) -> list[str]:
+    """Split the layers of `model` over the ranks of the tensor axis; return what to say about it. Collective.
+
+    Random numbers of ranks that share layers become those of the first of them: dropout on what each of them has whole
+    must be the same. Raises: ConfigError for ranks of one layer on two nodes, EngineError for a model that cannot be
+    split.
+    """
+    group = mesh.tensor
+    if group is None:
+        return []
+    check_nodes(settings, mesh.sizes, node_sizes(mesh.world))
+    if any(unit_params_of(param) is not None for param in model.parameters()):
+        raise EngineError(
+            "a model that was built within zero.Init cannot be split over tensor-parallel ranks",
+            hint="build it outside of the block: initialize() shards it, too",
+        )
+    restore_rng(_of_first(group, rng_state(group.device)), group.device)
+    report = split_model(model, group, settings.tensor_parallel)
+    counts = ", ".join(f"{count} {style.value}" for style, count in report.num_layers.items())
+    return [f"tensor parallel: layers split over {group.world_size} ranks: {counts}", *report.notices]
+
+
+def _of_first(group: RankGroup, state: dict[str, Any]) -> dict[str, Any]:
+    """Return the state of random numbers of the group's first rank."""
+    found = [state]
+    torch.distributed.broadcast_object_list(found, group=group.process_group, group_src=0)
+    return found[0]
+
+
+def check_optimizer(plan: OptimizerPlan | None, mesh: ParallelMesh) -> None:
+    """Raise EngineError for an optimizer whose update of an element depends on other elements, or on other ranks."""
+    if plan is None or (plan.kind not in COLLECTIVE and plan.name not in ONE_BIT):
+        return
+    hint = "use AdamW, Adagrad, Lion or SGD, or another axis"
+    if mesh.tensor is not None:
+        raise EngineError(
+            f"{plan.name} needs whole parameters, and tensor-parallel ranks have parts of them", hint=hint
+        )
+    if mesh.expert is not None:
+        raise EngineError(f"{plan.name} needs all ranks to have the same parameters, and experts are spread", hint=hint)
+
+
+def sizes_with_experts(sizes: MeshSizes, model: nn.Module) -> MeshSizes:
+    """Return the mesh of a config, with the ranks over which layers of `model` have spread their experts.
+
+    Raises: ConfigError for sizes that do not fit, EngineError for layers that are spread over different numbers.
+    """
+    found = {name: share.group.world_size for name, (_, share) in spread_containers(model).items()}
+    names = {size: name for name, size in found.items()}
+    if not names:
+        return sizes
+    (first, where), *others = names.items()
+    if others or sizes.expert not in (1, first):
+        other, place = others[0] if others else (sizes.expert, "expert_parallel.autoep_size")
+        raise EngineError(
+            f"{where} has its experts over {first} ranks, and {place} asks for {other}",
+            where=where,
+            hint="use one ep_size for all layers",
+        )
+    return with_experts(sizes if sizes.expert == 1 else MeshSizes(sizes.data), first, where)
+
+
+def spread_over_ranks(
+    model: nn.Module, settings: Config, mesh: ParallelMesh, optimizer: Any, model_parameters: Iterable[Any] | None
+) -> tuple[list[str], Iterable[Any] | None]:
+    """Spread the experts of `model` over the expert axis; return what to say of it, and the parameters that stay.
+
+    A client's optimizer loses the parameters that only other ranks have. Collective. Raises: EngineError for a model
+    whose experts cannot be spread.
+    """
+    if mesh.expert is None:
+        return [], model_parameters
+    for name, param in model.named_parameters():
+        if is_moe_param(param) and unit_params_of(param) is not None:
+            raise EngineError(
+                "experts that were built within zero.Init cannot be spread over ranks",
+                where=name,
+                hint="build the model outside of the block: initialize() shards it, too",
+            )
+    report = spread_experts(model, mesh, settings.expert_parallel)
+    return_whole_state(model, mesh.expert)
+    kept = replace_parameters(optimizer, model_parameters, lambda param: () if param in report.gone else (param,))
+    return [report.text], kept
+
+
+# ---- What ranks of one layer must have alike ----
 
 
 def check_replicated_gradients(names: Sequence[str], gradients: Sequence[Tensor], group: RankGroup) -> None:
@@ -72,41 +171,6 @@ def fingerprint(inputs: Any, device: torch.device) -> Tensor:
     return facts
 
 
-def split_over_ranks(model: nn.Module, settings: Config, mesh: ParallelMesh) -> list[str]:
-    """Split the layers of `model` over the ranks of the tensor axis; return what to say about it. Collective.
-
-    Random numbers of ranks that share layers become those of the first of them: dropout on what each of them has whole
-    must be the same. Raises: ConfigError for ranks of one layer on two nodes, EngineError for a model that cannot be
-    split.
-    """
-    group = mesh.tensor
-    if group is None:
-        return []
-    check_nodes(settings, mesh.sizes, node_sizes(mesh.world))
-    if any(unit_params_of(param) is not None for param in model.parameters()):
-        raise EngineError(
-            "a model that was built within zero.Init cannot be split over tensor-parallel ranks",
-            hint="build it outside of the block: initialize() shards it, too",
-        )
-    restore_rng(_of_first(group, rng_state(group.device)), group.device)
-    report = split_model(model, group, settings.tensor_parallel)
-    counts = ", ".join(f"{count} {style.value}" for style, count in report.num_layers.items())
-    return [f"tensor parallel: layers split over {group.world_size} ranks: {counts}", *report.notices]
-
-
-def check_optimizer(plan: OptimizerPlan | None, mesh: ParallelMesh) -> None:
-    """Raise EngineError for an optimizer whose update of an element depends on other elements, or on other ranks."""
-    if plan is None or (plan.kind not in COLLECTIVE and plan.name not in ONE_BIT):
-        return
-    hint = "use AdamW, Adagrad, Lion or SGD, or another axis"
-    if mesh.tensor is not None:
-        raise EngineError(
-            f"{plan.name} needs whole parameters, and tensor-parallel ranks have parts of them", hint=hint
-        )
-    if mesh.expert is not None:
-        raise EngineError(f"{plan.name} needs all ranks to have the same parameters, and experts are spread", hint=hint)
-
-
 class LayerRanks:
     """What ranks that share layers must have alike, compared the first time: what differs would train, to no use."""
 
@@ -150,10 +214,3 @@ class LayerRanks:
             if own.swap is not None:
                 own.swap.drop()
         check_replicated_gradients(names, gradients, self._group)
-
-
-def _of_first(group: RankGroup, state: dict[str, Any]) -> dict[str, Any]:
-    """Return the state of random numbers of the group's first rank."""
-    found = [state]
-    torch.distributed.broadcast_object_list(found, group=group.process_group, group_src=0)
-    return found[0]

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.base.progress import EVALUATING, TRAINING, phase, tell
-from launcher.engine import stages
 from launcher.engine.backward import scaled_up
-from launcher.engine.engine import Engine
+from launcher.engine.deepspeed_engine import DeepSpeedEngine
 from launcher.engine.parts import EngineParts
 from launcher.parallel.pipeline.links import Links
 from launcher.parallel.pipeline.runtime import (
@@ -34,7 +33,7 @@ from launcher.sharding.pipeline import PipelinePlan
 _REDUCTIONS = {"avg", "sum", None}
 
 
-class PipelineEngine(Engine):
+class PipelineEngine(DeepSpeedEngine):
     """A model in stages that trains by `loss = engine.train_batch(data_iter)`.
 
     A step takes as many micro-batches as there are gradient accumulation steps; they fill the pipeline. Every rank must
@@ -186,7 +185,7 @@ class PipelineEngine(Engine):
         self._last_step.report()
         self.module.train()
         count = self.gradient_accumulation_steps()
-        self._timer.start()
+        self._watch.throughput.start()
         micro_batches = self._micro_batches(data_iter, count)
         self._layer_ranks.check_inputs(micro_batches)
         self._runtime.run(self._actions_for(count, trains=True), micro_batches, count, wants_loss=True)
@@ -262,27 +261,6 @@ class PipelineEngine(Engine):
     def _plan_for(self, count: int) -> PipelinePlan:
         return replace(self._plan, num_micro_batches=count)
 
-    # ---- the whole model ----
-
-    def _whole_state(
-        self,
-        arguments: tuple[Any, ...],
-        options: Mapping[str, Any],
-        *,
-        is_wanted: bool,
-        left_out: Collection[nn.Parameter] = (),
-    ) -> dict[str, Any]:
-        """Return the state dict of all stages. Collective."""
-        own = super()._whole_state(arguments, options, is_wanted=True, left_out=left_out)
-        return stages.joined_state(self._pipeline, own, is_wanted=is_wanted)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """See `Engine.load_state_dict`. state_dict: of the whole model; each rank takes what its stages have."""
-        own = self.module.state_dict().keys()
-        others = {key for keys in stages.gather(self._pipeline, set(own)) for key in keys} - own
-        kept = {key: value for key, value in state_dict.items() if key not in others}
-        return super().load_state_dict(kept, strict, assign)
-
     # ---- what the runtime asks for ----
 
     @contextlib.contextmanager
@@ -307,8 +285,7 @@ class PipelineEngine(Engine):
 
     def _report(self) -> None:
         super()._report()
-        every = self._steps_per_print
-        if every and self.global_steps % every == 0 and self.global_rank == 0:
+        if self._watch.prints(self.global_steps):
             get_logger().info(
                 "pipeline: rank 0 was idle for %.0f%% of step %d (%s: %.0f%% in theory)",
                 100 * self.idle_fraction,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,14 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.log import get_logger
+from launcher.base.progress import tell
 from launcher.comm import observe
-from launcher.comm.groups import RankGroup
 from launcher.comm.observe import LogRules, start_log, stop_log
 from launcher.config.schema import Config
+from launcher.engine.parts import EngineParts
 from launcher.monitor.curves import open_curves
 from launcher.monitor.flops import FlopCounter, ProfileForm, ProfileTimes, peak_flops, profile_text
-from launcher.monitor.meters import GIB, MemoryUse, PhaseTimer, memory_use
-from launcher.zero.marks import full_numel
+from launcher.monitor.meters import GIB, LossReporter, MemoryUse, PhaseTimer, ThroughputTimer, memory_use
+from launcher.sharding.layout import unsharded_numel
+from launcher.zero.states import TORCH_DTYPES
 
 DEFAULT_WINDOW = 10  # steps between lines when `steps_per_print` is off
 _NOTHING = contextlib.nullcontext()
@@ -40,14 +42,19 @@ class StepFacts:
 class Watch:
     """Follows an engine through the phases forward, backward and step. Every rank must make one, rank 0 reports."""
 
-    def __init__(self, settings: Config, group: RankGroup, model: nn.Module, dtype: torch.dtype) -> None:
+    def __init__(self, model: nn.Module, parts: EngineParts) -> None:
         """Raises: EngineError when the library of an enabled monitor is missing."""
-        self._settings = settings
+        settings, group = parts.settings, parts.mesh.world
+        self._parts = parts
+        self._is_rank0 = group.rank == 0
         self._device = group.device
+        self._loss_reporter = LossReporter(is_wanted=self._is_rank0)
+        self.count_samples(parts.batch.train_batch_size)
+        self._num_path_changes = 0
         self._window = int(settings.steps_per_print or DEFAULT_WINDOW)
         self._num_done = 0  # optimizer steps
         self.curves = open_curves(settings, group.rank)
-        reports = group.rank == 0
+        reports = self._is_rank0
         self._timer = PhaseTimer(group.device) if reports and settings.wall_clock_breakdown else None
         self._releases: list[weakref.finalize[..., Watch]] = []  # what ends with this engine, also where it is dropped
         if self._timer is not None:
@@ -56,6 +63,7 @@ class Watch:
             self._releases.append(weakref.finalize(self, observe.remove_wait_span, span))
         self._memory: dict[str, MemoryUse] | None = {} if reports and settings.memory_breakdown else None
         profiles = reports and settings.flops_profiler.enabled
+        dtype = TORCH_DTYPES[parts.policy.precision.compute]
         self._profile = _Profile(settings, group.device, model, dtype) if profiles else None
         self.profiled: ProfiledStep | None = None  # on rank 0, once `flops_profiler` has counted
         logger = settings.comms_logger
@@ -84,8 +92,39 @@ class Watch:
         if self._memory is not None and (self._num_done + 1) % self._window == 0:
             self._memory[name] = memory_use(self._device)
 
-    def after_step(self, facts: StepFacts) -> None:
-        """Write curves and whatever report is due."""
+    def count_samples(self, train_batch_size: int) -> None:
+        """Measure anew how many samples a second are trained on, with this many a step."""
+        self.throughput = ThroughputTimer(train_batch_size, self._parts.settings.steps_per_print or 1)
+
+    def prints(self, step: int) -> bool:
+        """Whether this rank prints a line about this step."""
+        every = self._parts.settings.steps_per_print
+        return self._is_rank0 and every is not None and every > 0 and step % every == 0
+
+    def after_step(self, facts: StepFacts, norm: Callable[[], float | None]) -> None:
+        """Tell the panel the loss; write curves and whatever report is due. norm: waits for that of the gradients."""
+        self._warn_of_new_path(facts.step)
+        self._loss_reporter.step(facts.losses)
+        self._write_curves(facts)
+        if not self.prints(facts.step):
+            return
+        shown = ""  # where the script has computed the loss from the outputs
+        if facts.losses:  # of rank 0: the loss is its own
+            loss = torch.stack([value.float() for value in facts.losses]).mean().item()
+            tell(loss=loss)
+            shown = f"  loss {loss:.4f}{' of rank 0' if self._parts.mesh.sizes.data > 1 else ''}"
+        rate = f"  {self.throughput.samples_per_s:.1f} samples/s" if self.throughput.samples_per_s else ""
+        get_logger().info("step %d%s  lr %.3g  grad norm %.3g%s", facts.step, shown, facts.lr, norm(), rate)
+
+    def _warn_of_new_path(self, step: int) -> None:
+        num_changes = self._parts.sharded.schedule.num_path_changes
+        if num_changes > self._num_path_changes and self._parts.policy.warns_of_new_paths and self._is_rank0:
+            get_logger().warning(
+                "step %d: the model used its modules in another order than before; nothing is fetched ahead then", step
+            )
+        self._num_path_changes = num_changes
+
+    def _write_curves(self, facts: StepFacts) -> None:
         self._num_done += 1
         is_due = self._num_done % self._window == 0
         values: dict[str, float] = {}
@@ -155,7 +194,7 @@ class _Profile:
         if self._counter.count is None:
             return None
         flops = self._counter.count.forward_total
-        params = sum(full_numel(param) for param in self._model.parameters())
+        params = sum(map(unsharded_numel, self._model.parameters()))
         return ProfiledStep(flops, flops // 2, params)
 
     @contextlib.contextmanager

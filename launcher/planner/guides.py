@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable, Iterable
 from typing import Any
 
+from launcher.sharding.layout import unsharded_numel
+
 _GB = 2**30
 _BUFFER_FACTOR = 1.5  # host memory for buffers, as a multiple of what is kept there
 _PARAM_16 = 2  # bytes of a parameter in half precision
@@ -166,8 +168,7 @@ def _count(model: Any) -> tuple[int, int]:
     """Return all parameters, tied ones once, and the most that one module holds itself."""
 
     def numel(params: Iterable[Any]) -> int:
-        # A parameter that is sharded already tells its whole size itself.
-        return sum(getattr(param, "ds_numel", None) or param.numel() for param in params)
+        return sum(map(unsharded_numel, params))
 
     modules: Callable[[], Iterable[Any]] = model.modules
     return numel(model.parameters()), max((numel(m.parameters(recurse=False)) for m in modules()), default=0)

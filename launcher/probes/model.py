@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from launcher.base.errors import LauncherError, UsageError
+from launcher.sharding.layout import unsharded_numel
 
 _STATE_DICT_KEYS = ("module", "model", "state_dict")
 
@@ -32,14 +33,9 @@ def describe(model: nn.Module) -> dict[str, Any]:
     config = getattr(model, "config", None)
     to_dict = getattr(config, "to_dict", None)
     data = to_dict() if callable(to_dict) else None
-    params = [[name, _numel(param), param.requires_grad] for name, param in model.named_parameters()]
+    params = [[name, unsharded_numel(param), param.requires_grad] for name, param in model.named_parameters()]
     plain = json.loads(json.dumps(data, default=str)) if isinstance(data, Mapping) else None
     return {"class": type(model).__name__, "params": params, "config": plain}
-
-
-def _numel(param: Any) -> int:
-    whole: int | None = getattr(param, "ds_numel", None)
-    return whole or param.numel()
 
 
 def from_function(target: str) -> nn.Module:

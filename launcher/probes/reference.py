@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import launcher
+from launcher.engine.deepspeed_engine import DeepSpeedEngine
 
 _WIDTH = 100  # of a signature in one line
 _LONGEST_DEFAULT = 40
@@ -43,7 +44,7 @@ def markdown() -> str:
     lines = [_HEAD]
     for heading, names in _PARTS.items():
         lines += [f"## {heading}\n", *_entries("launcher", launcher, names)]
-    lines += ["## The methods of the engine\n", *_methods(launcher.Engine)]
+    lines += ["## The methods of the engine\n", *_methods(DeepSpeedEngine)]
     for name in _MODULES:
         module = getattr(launcher, name)
         lines += [f"## launcher.{name}\n", f"{_text_of(module)}\n"]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate
+from typing import Any
 
 # ---- What is known of a parameter without its tensor ----
 
@@ -86,6 +87,16 @@ class ParamInfo:
 
 # Chunks start at multiples of this, so that vector loads of every rank's shard are aligned (256 bytes in fp32).
 CHUNK_ALIGNMENT_NUMEL = 64
+
+
+def unsharded_shape(param: Any) -> tuple[int, ...]:
+    """Return the shape of a parameter, also of one that is sharded and has no elements of its own now."""
+    return tuple(getattr(param, "ds_shape", param.shape))
+
+
+def unsharded_numel(param: Any) -> int:
+    """Return the elements of a parameter, also of one that is sharded."""
+    return math.prod(unsharded_shape(param))
 
 
 @dataclass(frozen=True)

@@ -12,10 +12,11 @@ import torch
 from torch import nn
 
 from launcher.comm.mesh import ParallelMesh
+from launcher.zero.marks import Mark
 from launcher.zero.parameters import UnitParameters, unit_params_of
 
-_OUTSIDE = "_launch_outside_of_units"
 _numbers = itertools.count()
+_OUTSIDE: Mark[_Outside] = Mark("outside_of_units")
 
 
 @dataclass(frozen=True)
@@ -32,13 +33,13 @@ class _Outside:
 def register_outside(params: Iterable[nn.Parameter], mesh: ParallelMesh) -> None:
     """Have `GatheredParameters` find parameters that are in no unit, to be called in one order by all ranks."""
     for param in params:
-        setattr(param, _OUTSIDE, _Outside(next(_numbers), mesh))
+        _OUTSIDE.put(param, _Outside(next(_numbers), mesh))
 
 
 def unregister_outside(params: Iterable[nn.Parameter]) -> None:
     """Undo `register_outside` where it was called."""
     for param in params:
-        vars(param).pop(_OUTSIDE, None)
+        _OUTSIDE.remove(param)
 
 
 class GatheredParameters:
@@ -65,7 +66,7 @@ class GatheredParameters:
             unit_params = unit_params_of(param) if param is not None else None
             if unit_params is not None:
                 found.append((unit_params, param))
-            elif (known := getattr(param, _OUTSIDE, None)) is not None:
+            elif (known := _OUTSIDE.of(param)) is not None:
                 outside.append((known, param))
         # In one order on every rank, whatever that of `params` is: transformers gives sets, whose order differs.
         positions = {unit_params: unit_params.positions() for unit_params in {pair[0] for pair in found}}

@@ -8,10 +8,11 @@ from typing import Any
 from torch import nn
 
 from launcher.base.errors import EngineRuntimeError, EngineValueError
+from launcher.zero.marks import Mark
 
 _LEAF_MARK = "_z3_leaf"  # the name that scripts written for DeepSpeed read
-_TILE_MARK = "_launch_is_tile"
-_EXTERNAL_MARK = "_launch_external_parameters"
+_IS_TILE: Mark[bool] = Mark("is_tile")
+_EXTERNAL: Mark[list[nn.Parameter]] = Mark("external_parameters")
 
 
 def set_z3_leaf_modules(
@@ -87,12 +88,12 @@ z3_leaf_module = is_leaf
 
 def set_tile(module: nn.Module) -> None:
     """Mark a module as a tile: gathered by itself, whatever it is part of (a leaf is gathered as one anyway)."""
-    setattr(module, _TILE_MARK, True)
+    _IS_TILE.put(module, True)
 
 
 def is_tile(module: nn.Module) -> bool:
     """Whether a module is a tile."""
-    return bool(module.__dict__.get(_TILE_MARK, False))
+    return _IS_TILE.own_of(module) is True
 
 
 def mark_leaves(model: nn.Module, classes: Sequence[str], names: Sequence[str], suffixes: Sequence[str]) -> None:
@@ -122,7 +123,7 @@ def register_external_parameter(module: nn.Module, parameter: nn.Parameter) -> N
             "register_external_parameter takes a module and a parameter, got "
             f"{type(module).__name__} and {type(parameter).__name__}"
         )
-    module.__dict__.setdefault(_EXTERNAL_MARK, []).append(parameter)
+    _EXTERNAL.put(module, [*external_parameters(module), parameter])
 
 
 def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) -> None:
@@ -133,5 +134,4 @@ def unregister_external_parameter(module: nn.Module, parameter: nn.Parameter) ->
 
 def external_parameters(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters of other modules that the forward of `module` reads."""
-    found: list[nn.Parameter] = module.__dict__.get(_EXTERNAL_MARK, [])
-    return found
+    return _EXTERNAL.own_of(module) or []

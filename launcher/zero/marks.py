@@ -1,40 +1,70 @@
-"""What is noted on parameters: which part or copy of a whole a rank has, and which belong to experts."""
+"""What is noted on parameters, modules and tensors: the one way to do it, and what is noted of parameters.
+
+Which part or copy of a whole a rank has, and which belong to experts.
+"""
 
 from __future__ import annotations
+
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from launcher.sharding.layout import TensorSplit
 
-_SPLIT = "_launch_tensor_split"
-_COPY = "_launch_copy"
+Value = TypeVar("Value")
 
 
-def full_numel(param: nn.Parameter) -> int:
-    """Return the elements of a parameter, also of one that is sharded."""
-    return int(getattr(param, "ds_numel", param.numel()))
+class Mark(Generic[Value]):
+    """A thing that may be noted on parameters, modules and other tensors, as an attribute of no other use.
+
+    Of no module: the note is no part of what a model registers, counts and saves.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = f"_launch_{name}"
+
+    def of(self, owner: Any) -> Value | None:
+        """Return what is noted; None where nothing is. Of a wrapper that passes attributes on: what is noted inside."""
+        value: Value | None = getattr(owner, self._name, None)
+        return value
+
+    def own_of(self, owner: Any) -> Value | None:
+        """Return what is noted on this object itself, whatever it wraps; None where nothing is."""
+        value: Value | None = vars(owner).get(self._name)
+        return value
+
+    def put(self, owner: Any, value: Value) -> None:
+        """Note something, in place of what was noted before."""
+        object.__setattr__(owner, self._name, value)
+
+    def remove(self, owner: Any) -> None:
+        """Note nothing any more."""
+        vars(owner).pop(self._name, None)
+
+
+_SPLIT: Mark[TensorSplit] = Mark("tensor_split")
+_COPY: Mark[bool] = Mark("copy")
 
 
 def split_of(param: nn.Parameter) -> TensorSplit | None:
     """Return which part of a parameter this rank has; None for all of it."""
-    found: TensorSplit | None = getattr(param, _SPLIT, None)
-    return found
+    return _SPLIT.of(param)
 
 
 def mark_split(param: nn.Parameter, split: TensorSplit) -> None:
     """Note that a parameter is this rank's part of a larger one. Its shape must be `split.local_shape`."""
-    setattr(param, _SPLIT, split)
+    _SPLIT.put(param, split)
 
 
 def mark_copy(param: nn.Parameter) -> None:
     """Note that a parameter is a copy: a rank of an earlier pipeline stage has it too, counts and saves it."""
-    setattr(param, _COPY, True)
+    _COPY.put(param, True)
 
 
 def is_copy(param: nn.Parameter) -> bool:
     """Whether a rank of an earlier pipeline stage counts and saves this parameter, which both have and train."""
-    return getattr(param, _COPY, False)
+    return _COPY.of(param) is True
 
 
 def slice_of(full: Tensor, split: TensorSplit) -> Tensor:

@@ -23,7 +23,7 @@ import threading
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,16 +35,15 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
 from launcher.comm.streams import PASSED, Side, StreamEvent
 from launcher.config.policies import Place, Precision
-from launcher.sharding.layout import ParamInfo, ParamSlot, UnitLayout
+from launcher.sharding.layout import ParamInfo, ParamSlot, UnitLayout, unsharded_shape
 from launcher.zero.disk import Swapped
 from launcher.zero.host_copy import OffloadedUnit
-from launcher.zero.marks import split_of
+from launcher.zero.marks import Mark, split_of
 from launcher.zero.placement import ON_DEVICE, Placement
 from launcher.zero.states import TORCH_DTYPES, ParameterState
 from launcher.zero.tensors import digest
 
 _unit_numbers = itertools.count()
-_UNIT_PARAMS = "_launch_unit_params"
 
 
 class ZeroParamStatus(Enum):
@@ -88,7 +87,6 @@ class ShardSpec:
 _BINARY = ("add", "and", "floordiv", "lshift", "matmul", "mod", "mul", "or", "pow", "rshift", "sub", "truediv", "xor")
 _WRITES = {"__setitem__", *(f"__i{name}__" for name in _BINARY)}
 _NO_WRITES = {"requires_grad_", "share_memory_", "detach_"}
-_PLAIN = "_launch_plain_class"
 _DATA: Any = inspect.getattr_static(Tensor, "data")  # the attribute itself, which `_Shard` hides
 
 
@@ -128,6 +126,8 @@ class _ShardData(Tensor):
 class _Shard(nn.Parameter):
     """The class of a parameter of an engine while it is a shard: see `_shard_class`."""
 
+    _plain_class: ClassVar[type[nn.Parameter]]
+
     @property
     def data(self) -> Tensor:
         data: Tensor = _DATA.__get__(self)
@@ -152,13 +152,14 @@ class _Shard(nn.Parameter):
 @functools.cache
 def _shard_class(plain: type[nn.Parameter]) -> type[nn.Parameter]:
     """Return the class that a parameter has while it is a shard of an engine, by its class while it is unsharded."""
-    facts = {_PLAIN: plain, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
+    facts = {"_plain_class": plain, "__module__": plain.__module__, "__qualname__": plain.__qualname__}
     return type(plain.__name__, (_Shard, *([] if plain is nn.Parameter else [plain])), facts)
 
 
 def _plain_class(param: nn.Parameter) -> type[nn.Parameter]:
     """Return the class that a parameter has while it is unsharded."""
-    return getattr(type(param), _PLAIN, type(param))
+    kind = type(param)
+    return kind._plain_class if issubclass(kind, _Shard) else kind
 
 
 def set_data(param: nn.Parameter, value: Tensor) -> None:
@@ -292,13 +293,13 @@ class UnitParameters:
     def register(self) -> None:
         """Have `unit_params_of` find this unit for its parameters."""
         for param in self._params:
-            setattr(param, _UNIT_PARAMS, self)
+            _UNIT_PARAMS.put(param, self)
 
     def unregister(self) -> None:
         """Have `unit_params_of` find nothing for its parameters: they are ordinary ones."""
         for param in self._params:
             if unit_params_of(param) is self:
-                delattr(param, _UNIT_PARAMS)
+                _UNIT_PARAMS.remove(param)
 
     def slots(self) -> Iterator[tuple[ParamSlot, nn.Parameter]]:
         """Yield the places of the parameters, with these."""
@@ -728,17 +729,19 @@ def param_info(name: str, param: nn.Parameter, dtype: torch.dtype, group: int | 
 
     dtype: in which it is kept. group: its optimizer group; None where nothing trains it.
     """
-    shape = tuple(getattr(param, "ds_shape", param.shape))
+    shape = unsharded_shape(param)
     return ParamInfo(name, shape, str(dtype).removeprefix("torch."), group is not None, group or 0, split_of(param))
 
 
 def full_shape(param: nn.Parameter) -> tuple[int, ...]:
     """Return the shape of a parameter, also of one that is sharded, or of which this rank has a part."""
     split = split_of(param)
-    return tuple(getattr(param, "ds_shape", param.shape)) if split is None else split.shape
+    return unsharded_shape(param) if split is None else split.shape
+
+
+_UNIT_PARAMS: Mark[UnitParameters] = Mark("unit_params")
 
 
 def unit_params_of(param: nn.Parameter) -> UnitParameters | None:
     """Return where the values of a parameter are kept; None for one that no engine and no `zero.Init` has taken."""
-    found: UnitParameters | None = getattr(param, _UNIT_PARAMS, None)
-    return found
+    return _UNIT_PARAMS.of(param)

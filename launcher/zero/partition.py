@@ -10,9 +10,9 @@ from torch import nn
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.policies import Place, ZeroPolicy
 from launcher.sharding.grouping import choose_small, form_units, min_unit_numel
-from launcher.sharding.layout import CHUNK_ALIGNMENT_NUMEL, ParamInfo, UnitLayout, layout_unit
+from launcher.sharding.layout import CHUNK_ALIGNMENT_NUMEL, ParamInfo, UnitLayout, layout_unit, unsharded_numel
 from launcher.zero.leaves import external_parameters, is_leaf, is_tile
-from launcher.zero.marks import full_numel, is_moe_param
+from launcher.zero.marks import Mark, is_moe_param
 from launcher.zero.parameters import param_info, unit_params_of
 from launcher.zero.placement import NO_DISKS, Disks, Placements
 from launcher.zero.states import dtype_of
@@ -25,7 +25,7 @@ from launcher.zero.unit import FlatUnit, UnitMembers
 # reads as well.
 
 
-_FP32_MARK = "_launch_computes_in_fp32"
+_COMPUTES_IN_FP32: Mark[bool] = Mark("computes_in_fp32")
 _CAST_MODULES = (
     nn.Linear,
     *(nn.Conv1d, nn.Conv2d, nn.Conv3d),
@@ -36,7 +36,7 @@ _CAST_NAMES = ("weight", "bias")
 
 def mark_fp32(module: nn.Module) -> None:
     """Mark a module whose forward runs without autocast."""
-    setattr(module, _FP32_MARK, True)
+    _COMPUTES_IN_FP32.put(module, True)
 
 
 def params_cast_by_autocast(model: nn.Module) -> set[nn.Parameter]:
@@ -45,7 +45,7 @@ def params_cast_by_autocast(model: nn.Module) -> set[nn.Parameter]:
     others: set[nn.Parameter] = set()
     for module in model.modules():
         forward = type(module).forward
-        is_cast = any(forward is kind.forward for kind in _CAST_MODULES) and not module.__dict__.get(_FP32_MARK, False)
+        is_cast = any(forward is kind.forward for kind in _CAST_MODULES) and not _COMPUTES_IN_FP32.own_of(module)
         for name, param in module.named_parameters(recurse=False):
             (cast if is_cast and name in _CAST_NAMES else others).add(param)
         others.update(external_parameters(module))
@@ -90,7 +90,7 @@ def build_units(
     with the same model.
     """
     units: list[FlatUnit] = []
-    placements = Placements(policy.offload, disks, sum(full_numel(param) for param in group_of))
+    placements = Placements(policy.offload, disks, sum(unsharded_numel(param) for param in group_of))
     for members, infos in plan_units(model, group_of, policy):
         own_mesh = (mesh.of_experts or mesh) if members.is_expert else mesh
         alignment_numel = _chunk_alignment_numel(len(infos), policy)
@@ -222,7 +222,7 @@ def _is_persistent(module: nn.Module, policy: ZeroPolicy) -> bool:
         return True
     if any(is_tile(part) for part in module.modules()):
         return False
-    numel = sum(full_numel(param) for param in module.parameters())
+    numel = sum(unsharded_numel(param) for param in module.parameters())
     return numel <= _largest_block(policy) or _is_fine_grained(module, policy)
 
 
@@ -236,5 +236,5 @@ def _largest_block(policy: ZeroPolicy) -> int:
 def _is_fine_grained(module: nn.Module, policy: ZeroPolicy) -> bool:
     """Whether a module has so many small parts that fetching each would cost more than fetching all."""
     num_parts = sum(1 for part in module.modules() if any(True for _ in part.parameters(recurse=False)))
-    numel = sum(full_numel(param) for param in module.parameters())
+    numel = sum(unsharded_numel(param) for param in module.parameters())
     return num_parts > 1 and numel / num_parts < policy.parameters.granularity_threshold

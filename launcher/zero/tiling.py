@@ -20,10 +20,10 @@ from launcher.base.log import get_logger
 from launcher.comm.groups import RankGroup
 from launcher.config.policies import ZeroPolicy
 from launcher.optim.factory import replace_parameters
+from launcher.sharding.layout import unsharded_numel, unsharded_shape
 from launcher.zero.construct import shard_parameter
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.leaves import external_parameters, get_z3_leaf_modules, set_tile
-from launcher.zero.marks import full_numel
 from launcher.zero.parameters import unit_params_of
 
 _MIN_TILE_NUMEL = 2**18  # gathering fewer at a time costs more than it saves
@@ -230,7 +230,7 @@ def tile_large_layers(model: nn.Module, max_numel: int, max_tile_numel: int | No
             readers.setdefault(param, []).append((prefix, module, name))
     found = []
     for param, places in readers.items():
-        numel = full_numel(param)
+        numel = unsharded_numel(param)
         if numel > max_numel:
             prefix, module, name = places[0]
             full_name = f"{prefix}.{name}" if prefix else name
@@ -293,9 +293,8 @@ def _why_untiled(model: nn.Module, param: nn.Parameter, places: list[tuple[str, 
 
 def _tile(module: Any, param: nn.Parameter, max_numel: int) -> tuple[nn.Parameter, ...]:
     kind = _TILED[type(module)]
-    shape: torch.Size = getattr(param, "ds_shape", param.shape)
-    length = shape[kind.tile_dim]
-    most = max(1, max_numel * length // shape.numel())
+    length = unsharded_shape(param)[kind.tile_dim]
+    most = max(1, max_numel * length // unsharded_numel(param))
     sizes = split_evenly(length, -(-length // most))
     tiles = tuple(_cut(param, sizes, kind.tile_dim))
     del module._parameters["weight"]

@@ -17,11 +17,10 @@ from launcher.sharding.layout import ParamSlot, UnitLayout
 from launcher.zero.described import describe
 from launcher.zero.disk import UnitSwap
 from launcher.zero.gradients import UnitGradients
+from launcher.zero.marks import Mark
 from launcher.zero.parameters import ShardSpec, UnitParameters, any_thread, unit_params_of
 from launcher.zero.placement import ON_DEVICE, Placements
 from launcher.zero.states import TORCH_DTYPES
-
-_UNIT = "_launch_unit"
 
 
 @dataclass
@@ -70,7 +69,7 @@ class FlatUnit:
         self.params = UnitParameters(members.params, layout, mesh, spec)
         self.params.register()
         for param in members.params:
-            setattr(param, _UNIT, self)
+            _UNIT.put(param, self)
         self.params.refuses_writes = is_sharded
         self.params.release()
         self.shards: list[ParamShard] = []  # of what is trained, in layout order; optimizers keep their states there
@@ -165,7 +164,7 @@ class FlatUnit:
         self.params.check_thread = any_thread
         for param in self.members.params:
             if unit_of(param) is self:
-                delattr(param, _UNIT)
+                _UNIT.remove(param)
         if not self.is_sharded:
             self.params.unregister()
 
@@ -304,10 +303,12 @@ class FlatUnit:
         return flat
 
 
+_UNIT: Mark[FlatUnit] = Mark("unit")
+
+
 def unit_of(param: nn.Parameter) -> FlatUnit | None:
     """Return the unit an engine has put a parameter in; None for one that no engine has taken."""
-    unit: FlatUnit | None = getattr(param, _UNIT, None)
-    return unit
+    return _UNIT.of(param)
 
 
 def lost_anywhere(own: EngineError | None, mesh: ParallelMesh) -> EngineError:

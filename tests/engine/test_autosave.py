@@ -92,7 +92,7 @@ def noticed(rank: int, world_size: int, folder: str, at_step: int, is_async: boo
     """Give one rank notice at a step; returns where each rank left."""
     with pytest.MonkeyPatch.context() as patch:
         calls = iter(range(1, 100))
-        patch.setattr("launcher.engine.autosave.preempted", lambda: next(calls) >= at_step and rank == 1)
+        patch.setattr("launcher.engine.checkpoint_folder.preempted", lambda: next(calls) >= at_step and rank == 1)
         with pytest.raises(SystemExit) as end:
             train(folder, 9, save_every=2, **{"async": is_async})
     return end.value.code
@@ -113,7 +113,7 @@ def noticed_with_a_full_disk(rank: int, world_size: int, folder: str, is_async: 
             raise OSError(errno.ENOSPC, "No space left on device")
         return real(file, data, offset)
 
-    with pytest.MonkeyPatch.context() as patch, mock.patch("launcher.engine.autosave.get_logger") as logger:
+    with pytest.MonkeyPatch.context() as patch, mock.patch("launcher.engine.checkpoint_folder.get_logger") as logger:
         patch.setattr("os.pwrite", write)
         code = noticed(rank, world_size, folder, 3, is_async)
     return code, [call.args[1] for call in logger().warning.call_args_list]

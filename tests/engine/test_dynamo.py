@@ -10,7 +10,7 @@ import torch
 from harness import scripts
 from harness.launching import run_launch
 
-from launcher.engine.process import without_dynamo
+from launcher.engine.build import without_dynamo
 
 SCRIPT = """
     import sys

@@ -19,7 +19,7 @@ from torch import nn
 import launcher.zero
 from launcher.base.errors import EngineError
 from launcher.engine.engine import Engine
-from launcher.engine.offloaded import StateKind
+from launcher.engine.sharded import StateKind
 from launcher.zero.host_copy import HostCopy
 from launcher.zero.unit import unit_of
 
@@ -59,7 +59,7 @@ def _moved(rank: int, world_size: int, stage: int, more: dict[str, Any], folder:
     expected = train(plain, 5)
     wanted = _weights(plain)
     engine = make_engine(world_size, stage, **more)
-    with patch("launcher.engine.offloaded.is_in_host_memory", lambda _: False):
+    with patch("launcher.engine.sharded.is_in_host_memory", lambda _: False):
         losses = train(engine, 2)
         before, weights, values = _bytes(engine), _weights(engine), [p.detach().clone() for p in engine.parameters()]
         assert all(before[kind] for kind in ("optim_states", "lp_params", "lp_grads"))
@@ -152,7 +152,7 @@ def _without_optimizer(rank: int, world_size: int) -> None:
     options = {"train_micro_batch_size_per_gpu": 1, "zero_optimization": {"stage": 3}}
     engine: Engine = launcher.initialize(model=nn.Linear(4, 4), config=options)[0]
     expected = engine(torch.ones(1, 4))
-    with patch("launcher.engine.offloaded.is_in_host_memory", lambda _: False):
+    with patch("launcher.engine.sharded.is_in_host_memory", lambda _: False):
         engine.offload_states()
         assert "reload_states" in _error(lambda: engine(torch.ones(1, 4)))
         engine.reload_states()
@@ -169,7 +169,7 @@ def test_an_engine_without_an_optimizer_moves_the_parameters_that_it_has() -> No
 
 def _between(rank: int, world_size: int, stage: int) -> None:
     engine = make_engine(world_size, stage, **BF16)
-    with patch("launcher.engine.offloaded.is_in_host_memory", lambda _: False):
+    with patch("launcher.engine.sharded.is_in_host_memory", lambda _: False):
         train(engine, 2)
         before, weights = _bytes(engine), _weights(engine)
 
@@ -182,7 +182,7 @@ def _between(rank: int, world_size: int, stage: int) -> None:
                 raise MemoryError("no host memory")
             return HostCopy(*args, **kwargs)
 
-        with patch("launcher.engine.offloaded.HostCopy", limited), pytest.raises(MemoryError):
+        with patch("launcher.engine.sharded.HostCopy", limited), pytest.raises(MemoryError):
             engine.offload_states()
         assert _bytes(engine) == before
         assert all(map(torch.equal, _weights(engine), weights))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import launcher
 from launcher.base.errors import EngineError
-from launcher.engine import state as state_module
+from launcher.engine import weights as weights_module
 from launcher.zero.gathered import GatheredParameters
 
 WIDTH = 32
@@ -72,7 +72,7 @@ def _saved(rank: int, world_size: int, stage: int, folder: str) -> dict[str, Ten
     assert engine.save_16bit_model(folder) is True
     assert engine.save_16bit_model(folder, "model.safetensors") is True
     gathered: list[nn.Parameter] = []
-    with mock.patch.object(state_module, "GatheredParameters", _noting(gathered)):
+    with mock.patch.object(weights_module, "GatheredParameters", _noting(gathered)):
         assert engine.save_16bit_model(folder, "trained.bin", exclude_frozen_parameters=True) is True
         trained_alone = engine.module_state_dict(exclude_frozen_parameters=True, prefix="model.")
         of_rank0 = engine.module_state_dict(exclude_frozen_parameters=True, rank0_only=True)

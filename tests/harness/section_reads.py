@@ -10,7 +10,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from launcher.config.fields import Section, section_of
+from launcher.config.schema import Config
 
+_CONFIGS = ("parts.settings", "self._parts.settings")  # of `EngineParts`
 Read = tuple[type[Section], str]  # the section that has the key, the key
 
 
@@ -80,6 +82,8 @@ class _Module:
     def _type_of(self, value: ast.expr) -> type[Section] | None:
         if (known := self._types.get(ast.unparse(value))) is not None:
             return known
+        if ast.unparse(value) in _CONFIGS:
+            return Config
         if isinstance(value, ast.Call):
             return self._by_name.get(ast.unparse(value.func))
         if isinstance(value, ast.BoolOp):

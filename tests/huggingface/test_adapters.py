@@ -61,7 +61,7 @@ def test_supervised_fine_tuning_is_that_without_zero(long_found: dict[str, list[
 def test_preference_optimisation_has_an_engine_for_the_reference(long_found: dict[str, list[Any]]) -> None:
     for rank in returned(long_found, "dpo"):
         assert rank["losses 3"] == pytest.approx(rank["losses 2"], rel=3e-5)
-        assert (rank["reference 2"], rank["reference 3"]) == ("Engine", "Engine")
+        assert (rank["reference 2"], rank["reference 3"]) == ("DeepSpeedEngine", "DeepSpeedEngine")
 
 
 @pytest.mark.soak

@@ -17,7 +17,7 @@ from huggingface.trainer_cases import model_and_data
 model, data = model_and_data()
 trainer = Trainer(model=model, args=arguments, train_dataset=data)
 trainer.train()
-assert type(trainer.model_wrapped).__name__ == "Engine" and trainer.model_wrapped.global_steps == 2
+assert type(trainer.model_wrapped).__name__ == "DeepSpeedEngine" and trainer.model_wrapped.global_steps == 2
 emulation.restore()
 """
 

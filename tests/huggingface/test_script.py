@@ -53,7 +53,7 @@ def test_launch_runs_a_script_with_its_config_and_adds_nothing_to_what_it_prints
     result = run_launch(tmp_path, "--num_gpus", str(world_size), *command, env=environment())
     assert result.code == 0, result.err
     facts, *losses = (tmp_path / "out" / "told.txt").read_text().splitlines()
-    assert facts == f"launcher.engine.engine {world_size} 2"
+    assert facts == f"launcher.engine.deepspeed_engine {world_size} 2"
     assert len(losses) == 3
     lines = [line for line in re.split(r"[\n\r]+", result.out + result.err) if line.strip()]
     bars = [line for line in lines if "it/s]" in line or "s/it]" in line]
@@ -83,5 +83,5 @@ def test_python_and_torchrun_run_a_script_with_the_one_line(
             process.wait()
     assert code == 0, (tmp_path / "all.txt").read_text()
     facts, *losses = (tmp_path / "out" / "told.txt").read_text().splitlines()
-    assert facts == f"launcher.engine.engine {world_size} 2"
+    assert facts == f"launcher.engine.deepspeed_engine {world_size} 2"
     assert len(losses) == 3

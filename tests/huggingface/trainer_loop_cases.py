@@ -12,23 +12,23 @@ from huggingface.trainer_cases import ADAMW, OFFLOAD, Log, config_of, log_of, lo
 
 def case_accumulation(folder: Path) -> dict[str, Any]:
     """Return runs of two epochs of 5 micro-batches each, 3 to a step, and what the engine heard of boundaries."""
-    from launcher.engine.engine import Engine
+    from launcher.engine.deepspeed_engine import DeepSpeedEngine
 
     configs = {"plain": None, **{f"stage {stage}": config_of(stage) for stage in range(4)}}
     seen: list[bool] = []
-    told = Engine.set_gradient_accumulation_boundary
+    told = DeepSpeedEngine.set_gradient_accumulation_boundary
 
     def note(engine: Any, is_boundary: bool) -> None:
         seen.append(is_boundary)
         told(engine, is_boundary)
 
-    Engine.set_gradient_accumulation_boundary = note  # type: ignore[method-assign]
+    DeepSpeedEngine.set_gradient_accumulation_boundary = note  # type: ignore[method-assign]
     try:
         found: dict[str, Any] = logs(
             folder, configs, train_dataset=rows(19), gradient_accumulation_steps=3, num_train_epochs=2, max_steps=-1
         )
     finally:
-        Engine.set_gradient_accumulation_boundary = told  # type: ignore[method-assign]
+        DeepSpeedEngine.set_gradient_accumulation_boundary = told  # type: ignore[method-assign]
     return {**found, "boundaries": seen[:10]}
 
 

@@ -6,7 +6,7 @@ Jordan et al., https://kellerjordan.github.io/posts/muon/; options and defaults 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ from launcher.base.errors import EngineError
 from launcher.kernels.api import Adam, Sgd, Span
 from launcher.kernels.reference import ReferenceKernel
 from launcher.optim.classes import Closure, evaluated, moment_options, with_gradients
+from launcher.sharding.layout import unsharded_shape
 
 # ---- Newton-Schulz iterations: from a matrix to one with the same singular vectors and singular values near 1 ----
 # Jordan et al., "Muon", https://kellerjordan.github.io/posts/muon/: the odd polynomial a·x + b·x³ + c·x⁵, applied to
@@ -141,7 +142,7 @@ def _check(index: int, group: Mapping[str, Any]) -> None:
         raise EngineError(
             f"optimizer group {index} does not say whether Muon updates it", hint='add "use_muon": True or False'
         )
-    flat = [shape_of(param) for param in group["params"] if len(shape_of(param)) < 2]
+    flat = [unsharded_shape(param) for param in group["params"] if len(unsharded_shape(param)) < 2]
     if group["use_muon"] and flat:
         raise EngineError(
             f"optimizer group {index} uses Muon for a parameter of shape {tuple(flat[0])}, which is not a matrix",
@@ -154,13 +155,7 @@ def _check(index: int, group: Mapping[str, Any]) -> None:
         )
 
 
-def shape_of(param: Tensor) -> torch.Size:
-    """Return the shape of a parameter, also of one that is sharded."""
-    shape: torch.Size = getattr(param, "ds_shape", param.shape)
-    return shape
-
-
-def as_matrix(shape: torch.Size) -> tuple[int, int]:
+def as_matrix(shape: Sequence[int]) -> tuple[int, int]:
     """Return rows and columns: the filters of a convolution are its rows."""
     return shape[0], math.prod(shape[1:])
 

@@ -10,7 +10,8 @@ from torch import nn
 
 from launcher.config.schema_params import MuonParams
 from launcher.optim.factory import OptimizerPlan, as_groups, build_of_kind
-from launcher.optim.muon.muon import Muon, shape_of, uses_muon
+from launcher.optim.muon.muon import Muon, uses_muon
+from launcher.sharding.layout import unsharded_numel, unsharded_shape
 
 # In the names of matrices that AdamW updates, as DeepSpeed has it: what reads or writes tokens is not a hidden layer.
 _OUTER_NAMES = ("embed", "lm_head")
@@ -60,7 +61,7 @@ def hidden_matrices(model: nn.Module) -> Callable[[nn.Parameter], bool]:
 
     def is_matrix(param: nn.Parameter) -> bool:
         asked = getattr(param, "use_muon", None)
-        return len(shape_of(param)) >= 2 and param not in outer if asked is None else bool(asked)
+        return len(unsharded_shape(param)) >= 2 and param not in outer if asked is None else bool(asked)
 
     return is_matrix
 
@@ -87,7 +88,7 @@ def _summary(groups: list[dict[str, Any]]) -> str:
             for param in group["params"]
             if param.requires_grad
         ]
-        counts.append((len(trained), sum(shape_of(param).numel() for param in trained)))
+        counts.append((len(trained), sum(map(unsharded_numel, trained))))
     (num_matrices, in_matrices), (num_others, in_others) = counts
     return (
         f"Muon updates {num_matrices} matrices ({in_matrices:,} elements), "

@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.parallel.expert.layer import MoE
-from launcher.zero.marks import full_numel, is_moe_param
+from launcher.sharding.layout import unsharded_numel
+from launcher.zero.marks import is_moe_param
 
 MAX_GROUP_NUMEL = 178_956_971  # DeepSpeed's
 
@@ -67,7 +68,7 @@ def _parts(params: list[nn.Parameter], max_numel: float | None) -> list[list[nn.
     parts: list[list[nn.Parameter]] = [[]]
     numel = 0
     for param in params:
-        own = full_numel(param)
+        own = unsharded_numel(param)
         if parts[-1] and max_numel is not None and numel + own > max_numel:
             parts.append([])
             numel = 0

@@ -16,8 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm.groups import RankGroup
-
-_SHARE = "_launch_expert_share"
+from launcher.zero.marks import Mark
 
 
 @dataclass(frozen=True, eq=False)
@@ -42,15 +41,17 @@ class ExpertShare:
         return self  # a process group has no copy
 
 
+_SHARE: Mark[ExpertShare] = Mark("expert_share")
+
+
 def share_of(container: nn.Module) -> ExpertShare | None:
     """Return how the experts in a module are spread; None for one whose experts this rank has all."""
-    found: ExpertShare | None = getattr(container, _SHARE, None)
-    return found
+    return _SHARE.of(container)
 
 
 def keep_share(container: nn.Module, share: ExpertShare) -> None:
     """Note how the experts in a module are spread."""
-    setattr(container, _SHARE, share)
+    _SHARE.put(container, share)
 
 
 def local_experts(experts: nn.ModuleList) -> list[nn.Module]:

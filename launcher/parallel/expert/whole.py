@@ -21,10 +21,9 @@ from launcher.base.timeouts import timeouts
 from launcher.comm.groups import RankGroup
 from launcher.parallel.expert.share import counterparts, values_of_others
 from launcher.parallel.tensor.functions import full_values
-from launcher.zero.marks import is_moe_param, split_of
+from launcher.zero.marks import Mark, is_moe_param, split_of
 from launcher.zero.parameters import unit_params_of
 
-_HOOK = "_launch_whole_state"
 _NUMBERS = itertools.count()  # of models, alike on every rank: they are spread by all of them together
 
 
@@ -79,18 +78,21 @@ def _is_sharded(param: nn.Parameter) -> bool:
     return found is not None and found.is_sharded
 
 
+_HOOK: Mark[_WholeState] = Mark("whole_state")
+
+
 def return_whole_state(model: nn.Module, group: RankGroup) -> None:
     """Have `model.state_dict()` return the experts of all ranks of `group`; from then on it is collective."""
-    if getattr(model, _HOOK, None) is None:
+    if _HOOK.of(model) is None:
         hook = _WholeState(group)
-        object.__setattr__(model, _HOOK, hook)
+        _HOOK.put(model, hook)
         model.register_state_dict_post_hook(torch.no_grad()(hook))
 
 
 @contextlib.contextmanager
 def own_state(model: nn.Module) -> Iterator[None]:
     """Have `model.state_dict()` return what this rank has within the block, without other ranks."""
-    hook: _WholeState | None = getattr(model, _HOOK, None)
+    hook = _HOOK.of(model)
     if hook is None:
         yield
         return

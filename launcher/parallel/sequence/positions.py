@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
+from launcher.zero.marks import Mark
 
 # On a tensor: rank, number of ranks, and its version then, which a change in place raises.
-_MADE_FOR = "_launch_made_for"
+_MADE_FOR: Mark[tuple[int, int, int]] = Mark("made_for")
 
 
 def made_positions(tokens: Tensor, rank: int, num_ranks: int) -> Tensor:
@@ -23,7 +24,7 @@ def made_positions(tokens: Tensor, rank: int, num_ranks: int) -> Tensor:
     places = torch.arange(rank * length, (rank + 1) * length, device=tokens.device)
     positions = places.expand(size, -1).contiguous()
     if not positions.is_inference():  # those have no version
-        setattr(positions, _MADE_FOR, (rank, num_ranks, positions._version))
+        _MADE_FOR.put(positions, (rank, num_ranks, positions._version))
     return positions
 
 
@@ -32,7 +33,7 @@ def are_made_positions(positions: Any, rank: int, num_ranks: int) -> bool:
 
     Ranks that treat their parts alike all get the same answer.
     """
-    made_for = getattr(positions, _MADE_FOR, None)
+    made_for = _MADE_FOR.of(positions)
     return made_for is not None and made_for == (rank, num_ranks, positions._version)
 
 

@@ -15,8 +15,7 @@ from launcher.comm.groups import RankGroup
 from launcher.parallel.tensor import functions
 from launcher.sharding.layout import TensorSplit
 from launcher.zero.compiled import outside_graphs
-
-_SHARE = "_launch_tensor_share"
+from launcher.zero.marks import Mark
 
 
 class SharedInput:
@@ -68,15 +67,23 @@ class Share:
         return self  # a process group has no copy
 
 
+_SHARE: Mark[Share] = Mark("tensor_share")
+
+
 def share_of(module: nn.Module) -> Share | None:
     """Return how a module is split; None for one that is whole."""
-    found: Share | None = getattr(module, _SHARE, None)
-    return found
+    return _SHARE.of(module)
+
+
+def _share_of_split(module: nn.Module) -> Share:
+    share = _SHARE.of(module)
+    assert share is not None
+    return share
 
 
 def become(module: nn.Module, kind: type[nn.Module], share: Share) -> None:
     """Turn a module into one of which each rank has a part. Its parameters must be this rank's parts already."""
-    setattr(module, _SHARE, share)
+    _SHARE.put(module, share)
     module.__class__ = kind
     setattr(module, _sizes_of(module)[share.split.dim], share.split.local_shape[share.split.dim])
 
@@ -89,7 +96,7 @@ def _sizes_of(module: nn.Module) -> tuple[str, str]:
 
 
 def _column_forward(module: Any, x: Tensor, *, is_transposed: bool) -> Tensor:
-    share: Share = getattr(module, _SHARE)
+    share = _share_of_split(module)
     weight, bias = module.weight, module.bias
     if torch.is_grad_enabled() and x.requires_grad:
         copied = None if share.shared is None else share.shared.find(x)
@@ -115,7 +122,7 @@ def _as_autocast(device_type: str, tensor: Tensor) -> Tensor:
 
 
 def _row_forward(module: Any, x: Tensor, *, is_transposed: bool) -> Tensor:
-    share: Share = getattr(module, _SHARE)
+    share = _share_of_split(module)
     if share.takes_whole_input:
         x = functions.split_last_dim(x, share.group, share.split.blocks)
     num_local = share.split.local_shape[share.split.dim]
@@ -137,7 +144,7 @@ def _row_forward(module: Any, x: Tensor, *, is_transposed: bool) -> Tensor:
 
 def _text(module: Any) -> str:
     """Return what a printed model shows of a split linear layer."""
-    share: Share = getattr(module, _SHARE)
+    share = _share_of_split(module)
     sizes = list(share.split.shape)
     if isinstance(module, nn.Linear):
         sizes.reverse()  # inputs first
@@ -179,7 +186,7 @@ class VocabParallelEmbedding(nn.Embedding):
     @outside_graphs
     def forward(self, input: Tensor) -> Tensor:
         """input: tokens, any shape -> [..., embedding_dim], alike on every rank. Raises: IndexError as torch does."""
-        share: Share = getattr(self, _SHARE)
+        share = _share_of_split(self)
         start, stop = share.split.pieces()[0]
         # A token that no rank has stays one: torch says so.
         is_before, is_behind = input < start, input >= stop
@@ -192,7 +199,7 @@ class VocabParallelEmbedding(nn.Embedding):
 
     def extra_repr(self) -> str:
         """Return what the printed model shows of this layer."""
-        share: Share = getattr(self, _SHARE)
+        share = _share_of_split(self)
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{share.split.local_shape[0]} of {share.split.shape[0]}, {self.embedding_dim}{padding}"
 

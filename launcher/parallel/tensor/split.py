@@ -23,10 +23,8 @@ from launcher.parallel.tensor.plan import ModelPlan, attentions, make_plan, spli
 from launcher.parallel.tensor.styles import LayerPlan, Style
 from launcher.sharding.layout import TensorSplit
 from launcher.sharding.mesh import MeshSizes
-from launcher.zero.marks import mark_split, slice_of, split_of
+from launcher.zero.marks import Mark, mark_split, slice_of, split_of
 from launcher.zero.parameters import unit_params_of
-
-_REPORT = "_launch_tensor_report"
 
 
 @dataclass(frozen=True)
@@ -38,10 +36,12 @@ class TensorReport:
     notices: list[str] = field(default_factory=list)
 
 
+_REPORT: Mark[TensorReport] = Mark("tensor_report")
+
+
 def report_of(model: nn.Module) -> TensorReport | None:
     """Return what was split of a model; None for one that is whole."""
-    found: TensorReport | None = getattr(model, _REPORT, None)
-    return found
+    return _REPORT.of(model)
 
 
 @torch.no_grad()
@@ -73,7 +73,7 @@ def split_model(
     _turn_modules(model, found, group)
     counts = Counter(layer.style for layer in found.layers.values())
     report = TensorReport(group.world_size, dict(counts), found.notices)
-    object.__setattr__(model, _REPORT, report)
+    _REPORT.put(model, report)
     return report
 
 

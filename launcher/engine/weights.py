@@ -1,17 +1,28 @@
-"""State dicts of a sharded model: at most one of its units is unsharded on the device at a time."""
+"""The whole model's weights: as a state dict, out of it and into it, and as one plain file.
+
+At most one of the units is unsharded on the device at a time.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from launcher.base.errors import EngineError
+from launcher.base.log import get_logger
+from launcher.checkpoint.zero_to_fp32 import write_safetensors
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
+from launcher.engine import stages
+from launcher.engine.parts import EngineParts
 from launcher.parallel.expert.share import absent_names, counterparts, values_of_others, with_absent
 from launcher.parallel.expert.whole import own_state
 from launcher.parallel.tensor.functions import full_values
@@ -20,20 +31,63 @@ from launcher.zero.marks import slice_of, split_of
 from launcher.zero.parameters import UnitParameters, set_data, unit_params_of
 from launcher.zero.tiling import is_tiled
 
+_CHUNK_NUMEL = 1 << 20  # elements that are copied to a file at a time
 _LOAD = "_load_from_state_dict"
+
+
+class WholeWeights:
+    """What an engine hands out and takes of its whole model. Every rank must call each method."""
+
+    def __init__(self, parts: EngineParts) -> None:
+        self._parts = parts
+
+    def state_dict(
+        self, model: nn.Module, /, *args: Any, rank0_only: bool, leaves_out_frozen: bool = False, **kwargs: Any
+    ) -> dict[str, Any]:
+        """Return the state dict of all stages, experts and parts; see `_collected`. rank0_only: others get {}."""
+        self._parts.sharded.wait_for_parameters()
+        mesh = self._parts.mesh
+        is_wanted = mesh.world.rank == 0 or not rank0_only
+        frozen = {param for param in model.parameters() if leaves_out_frozen and not param.requires_grad}
+        has_stages = mesh.pipeline is not None
+        own = _collected(model, args, kwargs, is_wanted=is_wanted or has_stages, left_out=frozen, mesh=mesh)
+        return own if mesh.pipeline is None else stages.joined_state(mesh.pipeline, own, is_wanted=is_wanted)
+
+    def load(self, model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
+        """Load a state dict of the whole model, of which each rank takes what it has; see `_load`."""
+        pipeline = self._parts.mesh.pipeline
+        if pipeline is not None:
+            own = model.state_dict().keys()
+            others = {key for keys in stages.gather(pipeline, set(own)) for key in keys} - own
+            state = {key: value for key, value in state.items() if key not in others}
+        self._parts.sharded.synchronize_parameters()
+        self._parts.sharded.offloaded.reload()
+        return _load(model, state, strict=strict)
+
+    def save_file(self, model: nn.Module, folder: str, name: str, *, leaves_out_frozen: bool) -> bool:
+        """Write what `state_dict` returns; return whether it was written: see `DeepSpeedEngine.save_16bit_model`."""
+        group, zero = self._parts.mesh.world, self._parts.settings.zero_optimization
+        if zero.stage == 3 and not zero.stage3_gather_16bit_weights_on_model_save:
+            if group.rank == 0:
+                key = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+                get_logger().warning("save_16bit_model() wrote nothing: at ZeRO stage 3 it needs %s", key)
+            return False
+        weights = self.state_dict(model, rank0_only=True, leaves_out_frozen=leaves_out_frozen)
+        _write_on_rank_0(weights, Path(folder, name), group)
+        return True
 
 
 # ---- out of the model ----
 
 
-def collect_state(
+def _collected(
     model: nn.Module,
     arguments: tuple[Any, ...],
     options: Mapping[str, Any],
     *,
-    is_wanted: bool = True,
-    left_out: Collection[nn.Parameter] = (),
-    mesh: ParallelMesh | None = None,
+    is_wanted: bool,
+    left_out: Collection[nn.Parameter],
+    mesh: ParallelMesh,
 ) -> dict[str, Any]:
     """Return `model.state_dict(*arguments, **options)` in host memory. Collective.
 
@@ -43,7 +97,7 @@ def collect_state(
     mesh: whose ranks have parts of parameters, or different experts, which are put together.
     """
     copies: dict[nn.Parameter, Tensor] = {}
-    parts = None if mesh is None else mesh.tensor or mesh.expert
+    parts = mesh.tensor or mesh.expert
     wanted = [param for param in model.parameters() if param not in left_out]
     for found, params in _by_unit(wanted).items():
         if found.is_sharded:
@@ -134,7 +188,7 @@ def _showing(copies: Mapping[nn.Parameter, Tensor]) -> Iterator[None]:
 # ---- into the model ----
 
 
-def load_state(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
+def _load(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
     """Call `model.load_state_dict(state, strict)`, and have masters and shards follow; return its result. Collective.
 
     Each rank loads its own `state`; of parameters that tensor-parallel ranks share, its part. A unit is gathered before
@@ -244,3 +298,74 @@ def _by_unit(params: Iterable[nn.Parameter]) -> dict[UnitParameters, list[nn.Par
 
 def _sharded(params: Iterable[nn.Parameter]) -> dict[UnitParameters, list[nn.Parameter]]:
     return {found: held for found, held in _by_unit(params).items() if found.is_sharded}
+
+
+# ---- to a file ----
+
+
+def _write_on_rank_0(weights: Mapping[str, Any], path: Path, group: RankGroup) -> None:
+    """Write rank 0's `weights` to one file, which appears when it is complete. Collective.
+
+    Raises: EngineError, on every rank, where it cannot be written.
+    """
+    failure = None
+    if group.rank == 0:
+        try:
+            _write(weights, path)
+        except (OSError, RuntimeError, ValueError) as error:  # RuntimeError: torch.save's own, of a full disk too
+            failure = error
+    has_failed = any(group.communicator.gather_scalars(float(failure is not None)))
+    if failure is not None:
+        raise EngineError(f"the weights were not written: {failure}", where=str(path)) from failure
+    if has_failed:
+        raise EngineError("the weights were not written", where=str(path), hint="see the error of rank 0")
+
+
+def _write(weights: Mapping[str, Any], path: Path) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with open(temporary, "wb") as file:
+            if path.suffix == ".safetensors":
+                write_safetensors(file, {key: _in_memory(key, value) for key, value in weights.items()})
+            else:
+                torch.save(weights, file)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _in_memory(key: str, value: Any) -> _InMemory:
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{key} is a {type(value).__name__}, and safetensors holds tensors only; name the file *.bin")
+    return _InMemory(value.contiguous())
+
+
+@dataclass(frozen=True)
+class _InMemory:
+    """A tensor in host memory, to be written piece by piece."""
+
+    tensor: Tensor
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.tensor.dtype
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    def chunks(self) -> Iterator[memoryview]:
+        """Yield the tensor's bytes in order. Each chunk is overwritten by the next one."""
+        flat = self.tensor.view(-1)
+        buffer = bytearray(min(flat.numel(), _CHUNK_NUMEL) * self.dtype.itemsize)
+        for start in range(0, flat.numel(), _CHUNK_NUMEL):
+            part = flat[start : start + _CHUNK_NUMEL]
+            torch.frombuffer(buffer, dtype=self.dtype, count=part.numel()).copy_(part)
+            yield memoryview(buffer)[: part.nbytes]

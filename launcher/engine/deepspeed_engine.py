@@ -1,4 +1,4 @@
-"""What scripts for DeepSpeed ask an engine, by DeepSpeed's names; the engine itself needs none of it."""
+"""The engine that `initialize()` returns: with what scripts for DeepSpeed ask one, by DeepSpeed's names."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from launcher.base import env
-from launcher.base.errors import EngineAssertionError, EngineError, EngineKeyError
+from launcher.base.errors import EngineAssertionError, EngineError, EngineKeyError, EngineValueError
 from launcher.base.log import get_logger
+from launcher.base.progress import phase
 from launcher.comm.device import device_module
-from launcher.config.equations import BatchPlan
+from launcher.config.equations import solve_batch
 from launcher.config.policies import DType
+from launcher.engine.backward import scaled_up
 from launcher.engine.data import DistributedLoader, build_loader
-from launcher.engine.offloaded import OffloadedStates, check_device, kinds_of
-from launcher.engine.optimizer import ZeroOptimizer
-from launcher.engine.parts import EngineParts
-from launcher.engine.sharded import ShardedModel
-from launcher.engine.watch import ProfiledStep, Watch
+from launcher.engine.engine import Engine
+from launcher.engine.sharded import check_device, kinds_of
+from launcher.engine.watch import ProfiledStep
 from launcher.monitor.curves import Curves
 from launcher.monitor.meters import ThroughputTimer
 from launcher.zero.states import TORCH_DTYPES
@@ -80,7 +80,7 @@ class EngineConfig:
 
     __slots__ = ("_engine",)  # another attribute that is set is an error
 
-    def __init__(self, engine: DeepSpeedNames) -> None:
+    def __init__(self, engine: DeepSpeedEngine) -> None:
         self._engine = engine
 
     @property
@@ -112,34 +112,11 @@ class EngineConfig:
         return getattr(self._engine._parts.settings, _SECTIONS.get(name, name))
 
 
-class DeepSpeedNames:
-    """The part of `Engine` that scripts for DeepSpeed know. Getters of single keys of the config are added below."""
+class DeepSpeedEngine(Engine):
+    """An `Engine` with DeepSpeed's names for what it knows and does, which the engine itself needs none of.
 
-    module: nn.Module
-    optimizer: ZeroOptimizer | None
-    world_size: int
-    global_rank: int
-    load_state_dict: Callable[..., Any]
-    save_16bit_model: Callable[..., bool]
-    synchronize_parameters: Callable[[], None]
-    state_dict: Callable[..., dict[str, Any]]
-    set_train_batch_size: Callable[[int], None]
-    set_train_micro_batch_size: Callable[[int], None]
-    zero_optimization_stage: Callable[[], int]
-    managed_gradient_accumulation: Callable[[], bool]
-    _batch: BatchPlan
-    _ended_accumulation: bool
-    _note_exception: Callable[[], None]
-    _is_in_no_sync: bool
-    _num_summed: int
-    _backward_done: bool
-    _offloaded: OffloadedStates
-    _parts: EngineParts
-    _sharded: ShardedModel
-    _timer: ThroughputTimer
-    _watch: Watch
-    _wait_for_parameters: Callable[[], None]
-    _whole_state: Callable[..., dict[str, Any]]
+    Getters of single keys of the config are added below.
+    """
 
     # ---- facts ----
 
@@ -205,7 +182,7 @@ class DeepSpeedNames:
     @property
     def tput_timer(self) -> ThroughputTimer:
         """What measures the samples per second of training."""
-        return self._timer
+        return self._watch.throughput
 
     @property
     def monitor(self) -> Curves:
@@ -227,6 +204,15 @@ class DeepSpeedNames:
         """The embeddings whose gradients are sent as sparse tensors: none, see `sparse_gradients` of the config."""
         return set()
 
+    def loss_scale(self) -> float:
+        """Return the configured loss scale, 0 for a dynamic one; `optimizer.cur_scale` is the one in force."""
+        scaler = None if self.optimizer is None else self.optimizer.loss_scaler
+        return 1.0 if scaler is None else 0.0 if scaler.rules.is_dynamic else scaler.scale
+
+    def dynamic_loss_scale(self) -> bool:
+        """Whether the loss scale follows overflows."""
+        return self.optimizer is not None and self.optimizer.dynamic_loss_scale
+
     # ---- groups ----
 
     @property
@@ -238,11 +224,6 @@ class DeepSpeedNames:
     def local_rank(self) -> int:
         """This rank's number on its node."""
         return int(os.environ.get(env.LOCAL_RANK.name, "0"))
-
-    @property
-    def dp_world_size(self) -> int:
-        """The number of ranks with different samples."""
-        return self._parts.mesh.sizes.data
 
     @property
     def mp_world_size(self) -> int:
@@ -294,7 +275,62 @@ class DeepSpeedNames:
         sequence = self._parts.mesh.sequence
         return 0 if sequence is None else sequence.rank
 
-    # ---- verbs ----
+    # ---- training ----
+
+    def set_gradient_accumulation_boundary(self, is_boundary: bool) -> None:
+        """Decide the boundary yourself from now on. Call it before `backward`, alike on every rank.
+
+        Raises: EngineError without managed accumulation: each `step()` is a boundary then.
+        """
+        if self._parts.policy.reduction.at_step_only:
+            raise EngineAssertionError(
+                "set_gradient_accumulation_boundary() is not supported with managed_gradient_accumulation false",
+                hint="call step() where the accumulation is to end",
+            )
+        self._boundary_override = is_boundary
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """Change the samples of an optimizer step, by the accumulation steps.
+
+        In the middle of an accumulation the sizes change after its step, which has as many micro-batches as the losses
+        so far were divided by. Raises: ConfigError when it is not a multiple of micro-batch times ranks.
+        """
+        self._set_batch(solve_batch(train_batch_size, self._next_batch.micro_batch_size, None, self.dp_world_size))
+
+    def set_train_micro_batch_size(self, micro_batch_size: int) -> None:
+        """Change the samples of a micro-batch of one rank, at the same time as `set_train_batch_size` does.
+
+        The accumulation steps stay. Your loader must follow.
+        """
+        if micro_batch_size < 1:
+            raise EngineError(f"a micro-batch needs at least 1 sample, got {micro_batch_size}")
+        self._set_batch(solve_batch(None, micro_batch_size, self._next_batch.accumulation_steps, self.dp_world_size))
+
+    def scale(self, loss: Tensor, scale_wrt_gas: bool = True) -> Tensor:
+        """Return `loss` such that you may call its `backward()` yourself, in place of `engine.backward(loss)`.
+
+        It is multiplied by the loss scale and, with `scale_wrt_gas`, divided by the accumulation steps. Several scaled
+        losses may be added, or go back one by one, before `step()`. Every rank must do the same.
+        """
+        loss_scale = self._begin_backward(loss)
+        num_parts = self.gradient_accumulation_steps() if scale_wrt_gas else 1
+
+        def begin() -> bool:
+            self._backward_done = True
+            return self._reduces_at_boundary()
+
+        return self._pass.begins_at(scaled_up(loss / num_parts, loss_scale), begin)
+
+    def compile(
+        self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None
+    ) -> None:
+        """Have torch.compile compile the model inside. compile_kwargs: further arguments of `torch.compile`.
+
+        Raises: EngineError for a `schedule` of compiler passes, which DeepSpeed has.
+        """
+        if schedule is not None:
+            raise EngineError("engine.compile(schedule=...) is not supported", hint="leave schedule out")
+        self.module.compile(backend=backend, **(compile_kwargs or {}))
 
     def empty_partition_cache(self) -> None:
         """Shard what stage 3 keeps unsharded for a later use, and free the memory. Every rank must call it."""
@@ -333,20 +369,41 @@ class DeepSpeedNames:
         kinds = kinds_of(include)
         self.synchronize_parameters()
         self._sharded.schedule.release_idle()
-        num_bytes = self._offloaded.offload(kinds, pins_memory=pin_memory and self._parts.group.device.type != "cpu")
+        pins_memory = pin_memory and self.device.type != "cpu"
+        num_bytes = self._sharded.offloaded.offload(kinds, pins_memory=pins_memory)
         self._empty_device_cache()
-        get_logger().debug("offload_states: %d bytes of %s are free", num_bytes, self._parts.group.device)
+        get_logger().debug("offload_states: %d bytes of %s are free", num_bytes, self.device)
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Bring back what `offload_states()` has moved. Every rank must call it before the next backward.
 
         non_blocking: for DeepSpeed's sake; the states are there when the call returns.
         """
-        self._offloaded.reload()
+        self._sharded.offloaded.reload()
 
     def _empty_device_cache(self) -> None:
-        if self._parts.group.device.type != "cpu":
-            device_module(self._parts.group.device).empty_cache()
+        if self.device.type != "cpu":
+            device_module(self.device).empty_cache()
+
+    @contextlib.contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Sum gradients on each rank only: a backward after this block, or `step()`, sends them.
+
+        Raises: EngineError at ZeRO stages 2 and 3, within another such block, and for `step()` inside.
+        """
+        stage = self.zero_optimization_stage()
+        if stage >= 2:
+            raise EngineAssertionError(
+                f"no_sync() cannot be used at ZeRO stage {stage}: no rank keeps full gradients to sum",
+                hint="set gradient_accumulation_steps, or use stage 0 or 1",
+            )
+        if self._is_in_no_sync:
+            raise EngineAssertionError("no_sync() was entered within no_sync()", hint="leave the inner one out")
+        self._is_in_no_sync = True
+        try:
+            yield
+        finally:
+            self._is_in_no_sync = False
 
     @contextlib.contextmanager
     def coalesce_grad_reduction(self) -> Iterator[None]:
@@ -401,15 +458,14 @@ class DeepSpeedNames:
         options.update(rank=self.get_data_parallel_rank(), world_size=self.dp_world_size)
         return build_loader(dataset, **options, shuffle=route == "train")
 
+    # ---- weights ----
+
     def module_state_dict(self, exclude_frozen_parameters: bool = False, **kwargs: Any) -> dict[str, Any]:
         """Return `state_dict(**kwargs)`, without frozen parameters where they are to be excluded. Collective."""
-        if not exclude_frozen_parameters:
-            return self.state_dict(**kwargs)
-        self._wait_for_parameters()
         rank0_only = kwargs.pop("rank0_only", False)
-        is_wanted = self.global_rank == 0 or not rank0_only
-        frozen = {param for param in self.module.parameters() if not param.requires_grad}
-        return self._whole_state((), kwargs, is_wanted=is_wanted, left_out=frozen)
+        return self._weights.state_dict(
+            self.module, rank0_only=rank0_only, leaves_out_frozen=exclude_frozen_parameters, **kwargs
+        )
 
     def load_module_state_dict(
         self, checkpoint: Mapping[str, Any], strict: bool = True, custom_load_fn: Callable[..., Any] | None = None
@@ -425,9 +481,42 @@ class DeepSpeedNames:
             )
         return self.load_state_dict(checkpoint["module"], strict=strict)
 
+    def zero_gather_16bit_weights_on_model_save(self) -> bool:
+        """Return the configured `stage3_gather_16bit_weights_on_model_save`."""
+        return bool(self._parts.settings.zero_optimization.stage3_gather_16bit_weights_on_model_save)
+
+    @phase("saving the weights")
+    def save_16bit_model(
+        self, save_dir: str, save_filename: str = "pytorch_model.bin", exclude_frozen_parameters: bool = False
+    ) -> bool:
+        """Write the weights that the forward reads to one file; return whether it was written.
+
+        Every rank must call it; rank 0 holds the whole model in host memory meanwhile. A name that ends in
+        `.safetensors` stands for that format, any other for `torch.save`'s. At stage 3 nothing is written, with a
+        warning, unless `stage3_gather_16bit_weights_on_model_save` is set. exclude_frozen_parameters: those that are
+        not trained are neither gathered nor written. Raises: EngineError, on every rank, where the file cannot be
+        written.
+        """
+        return self._weights.save_file(
+            self.module, save_dir, save_filename, leaves_out_frozen=exclude_frozen_parameters
+        )
+
     def save_fp16_model(self, save_dir: str, save_filename: str = "pytorch_model.bin") -> bool:
         """Do what `save_16bit_model` does."""
         return self.save_16bit_model(save_dir, save_filename)
+
+    def _zero3_consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Return on rank 0 what `save_16bit_model` writes, on others None. Every rank must call it, at stage 3."""
+        if self._parts.settings.zero_optimization.stage != 3:
+            raise EngineValueError(
+                "_zero3_consolidated_16bit_state_dict() is for ZeRO stage 3", hint="call state_dict()"
+            )
+        return self._consolidated_16bit_state_dict(exclude_frozen_parameters)
+
+    def _consolidated_16bit_state_dict(self, exclude_frozen_parameters: bool = False) -> dict[str, Any] | None:
+        """Return on rank 0 what `save_16bit_model` writes, on others None, at any stage. Every rank must call it."""
+        state = self._weights.state_dict(self.module, rank0_only=True, leaves_out_frozen=exclude_frozen_parameters)
+        return state if self.global_rank == 0 else None
 
 
 def _params_of(section: Any) -> dict[str, Any] | None:
@@ -435,8 +524,8 @@ def _params_of(section: Any) -> dict[str, Any] | None:
     return None if section is None else dict(section.params)
 
 
-def _getter(method: str, key: str) -> Callable[[DeepSpeedNames], Any]:
-    def get(self: DeepSpeedNames) -> Any:
+def _getter(method: str, key: str) -> Callable[[DeepSpeedEngine], Any]:
+    def get(self: DeepSpeedEngine) -> Any:
         value: Any = self._parts.settings
         for part in key.split("."):
             value = getattr(value, part)
@@ -448,4 +537,4 @@ def _getter(method: str, key: str) -> Callable[[DeepSpeedNames], Any]:
 
 
 for _method, _key in _GETTERS.items():
-    setattr(DeepSpeedNames, _method, _getter(_method, _key))
+    setattr(DeepSpeedEngine, _method, _getter(_method, _key))
