@@ -7,12 +7,14 @@ its values are.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import mmap
 import pickle
 import re
 import struct
+import types
 import zipfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
@@ -104,6 +106,9 @@ _STAND_INS: dict[str, Callable[..., Any]] = {
         ForeignObject,
     ),
 }
+
+# The classes themselves come where the script has allowed them: see `torch.serialization.add_safe_globals`.
+_WITH_FIELDS = (ForeignObject, argparse.Namespace, types.SimpleNamespace)
 
 # ---- Files ----
 
@@ -264,7 +269,7 @@ def plain(value: Any) -> Any:
         return load(value)
     if isinstance(value, _NumpyArray):
         return value.tensor
-    if isinstance(value, ForeignObject):
+    if isinstance(value, _WITH_FIELDS):
         return {name: plain(each) for name, each in vars(value).items()}
     if isinstance(value, Mapping):
         return {key: plain(each) for key, each in value.items()}

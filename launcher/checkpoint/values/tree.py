@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import CheckpointError
+from launcher.checkpoint.zero_to_fp32 import TORCH_DTYPES
 
 # ---- What to say of a value that cannot be saved, and what reading a damaged one raises ----
 
@@ -86,16 +87,7 @@ def advice(value: Any) -> str:
 KIND, PAYLOAD = "$", "of"
 
 
-# ---- Tensors as bytes, and their types by the names of files ----
-
-
-TORCH_DTYPES = {
-    "F64": torch.float64, "I64": torch.int64, "C64": torch.complex64, "F32": torch.float32, "I32": torch.int32,
-    "F16": torch.float16, "BF16": torch.bfloat16, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16,
-    "U32": torch.uint32, "U64": torch.uint64,
-}  # fmt: skip
-FILE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+# ---- Tensors as bytes ----
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -14,7 +14,7 @@ from launcher.checkpoint.formats.deepspeed.files import Contents, Files, Found, 
 from launcher.checkpoint.formats.deepspeed.partitioned import read_partitioned
 from launcher.checkpoint.formats.deepspeed.whole import read_whole
 from launcher.checkpoint.formats.source import UNKNOWN_OPTIMIZER, WEIGHT, CheckpointSource, RunState, StoredParam
-from launcher.checkpoint.formats.torch_file import ForeignObject, load, plain, read, verify_torch_file
+from launcher.checkpoint.formats.torch_file import load, plain, read, verify_torch_file
 
 # ---- Of a checkpoint of DeepSpeed all but parameters: counters, optimizer, schedule, loss scale, client state ----
 
@@ -108,7 +108,7 @@ def _optimizer(config: Mapping[str, Any], contents: Contents) -> str | None:
 
 def _loss_scaler(scaler: Any, steps: int) -> dict[str, Any] | None:
     """Return a loss scale as `LossScaler.state_dict()` has it; None where there is none or it is 1 for good."""
-    state = vars(scaler) if isinstance(scaler, ForeignObject) else scaler
+    state = vars(scaler) if hasattr(scaler, "cur_scale") else scaler
     if not isinstance(state, Mapping) or "cur_scale" not in state:
         return None
     scale = float(state["cur_scale"])
