@@ -41,13 +41,13 @@ _FORMAT = ("launch checkpoint", 1)  # and its version
 _BLOCK_BYTES = 4 << 20  # of a tensor in a file, that one checksum is for
 _MAX_HEADER_BYTES = 100_000_000  # of a safetensors file, as its own library has it
 _ALIGNMENT_BYTES = 64  # of a tensor in an output file
-_DTYPES = {
+TORCH_DTYPES = {  # by the names of safetensors
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
     "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2,
     "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
     "U16": torch.uint16, "U32": torch.uint32, "U64": torch.uint64, "BOOL": torch.bool, "C64": torch.complex64,
 }  # fmt: skip
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
+FILE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 
 
 class UnreadableCheckpoint(ValueError):
@@ -213,7 +213,7 @@ class Checkpoint:
             ranges = json.loads(header.pop("__metadata__", {}).get("ranges", "{}"))
             found = {}
             for key, entry in header.items():
-                (begin, end), dtype = entry["data_offsets"], _DTYPES[entry["dtype"]]
+                (begin, end), dtype = entry["data_offsets"], TORCH_DTYPES[entry["dtype"]]
                 digests = bytes.fromhex(sums["blocks"][key]) if _xxhash is not None else b""
                 is_summed = _xxhash is None or len(digests) == 8 * -(-(end - begin) // _BLOCK_BYTES)
                 start, _ = ranges.get(key, (0, 0))
@@ -355,10 +355,10 @@ def write_safetensors(file: BinaryIO, tensors: Mapping[str, Any]) -> None:
     end = 0
     ordered = sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize)  # so that all are aligned
     for name, tensor in ordered:
-        if tensor.dtype not in _CODES:
+        if tensor.dtype not in FILE_DTYPES:
             raise ValueError(f"{name} is of {tensor.dtype}, which safetensors has no name for; write a *.bin file")
         begin, end = end, end + tensor.nbytes
-        header[name] = {"dtype": _CODES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": FILE_DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT_BYTES)
     file.write(struct.pack("<Q", len(text)) + text)

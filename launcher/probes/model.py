@@ -23,6 +23,7 @@ import torch
 from torch import nn
 
 from launcher.base.errors import LauncherError, UsageError
+from launcher.checkpoint.formats.torch_file import load_safely
 from launcher.sharding.layout import unsharded_numel
 
 _STATE_DICT_KEYS = ("module", "model", "state_dict")
@@ -136,9 +137,9 @@ def from_torch_files(paths: list[str]) -> dict[str, Any]:
 def _state_dict(path: str) -> Mapping[str, Any]:
     try:
         try:
-            data: Any = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            data: Any = load_safely(path, is_mapped=True)
         except RuntimeError:  # the form before torch 1.6 cannot be mapped: it is read whole
-            data = torch.load(path, map_location="cpu", weights_only=True)
+            data = load_safely(path, is_mapped=False)
     except pickle.UnpicklingError:
         hint = "give config.json or module:function, or save it as safetensors"
         raise UsageError("it holds more than tensors, and code in it is not run", where=path, hint=hint) from None

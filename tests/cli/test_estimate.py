@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import re
@@ -324,7 +325,8 @@ def test_files_of_torch_save_are_read_and_not_run(tmp_path: Path) -> None:
     import torch
 
     weight = torch.zeros(30, 10)
-    torch.save({"model": {"a.weight": weight, "tied.weight": weight, "b.bias": torch.zeros(7)}}, tmp_path / "m.pt")
+    model = {"a.weight": weight, "tied.weight": weight, "b.bias": torch.zeros(7)}
+    torch.save({"model": model, "options": argparse.Namespace(width=3)}, tmp_path / "m.pt")
     torch.save({"a.weight": weight}, tmp_path / "old.bin", _use_new_zipfile_serialization=False)
     with asked_here():
         assert estimated(tmp_path, "m.pt")["model"]["num_params"] == 307

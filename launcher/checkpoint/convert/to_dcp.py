@@ -20,11 +20,8 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint.formats.dcp.files import METADATA
 from launcher.checkpoint.formats.native import NativeSource
-from launcher.checkpoint.formats.open import is_checkpoint, open_source
-from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, StoredParam
-from launcher.checkpoint_files.folder import latest_tag
-from launcher.checkpoint_files.manifest import check_tag
-from launcher.checkpoint_files.place import place_of
+from launcher.checkpoint.formats.open import folder_of, open_source
+from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource
 from launcher.optim.catalog import BY_NAME
 
 
@@ -35,11 +32,7 @@ def export_checkpoint(
 
     checkpoint_dir: a tag's folder, or the one of all tags, where `tag` or `latest` names one. Raises: as `export_dcp`.
     """
-    folder = place_of(checkpoint_dir)
-    if not is_checkpoint(folder):
-        tag = tag or latest_tag(folder)
-        folder = folder if tag is None else folder / check_tag(tag)
-    with contextlib.closing(open_source(folder)) as source:
+    with contextlib.closing(open_source(folder_of(checkpoint_dir, tag))) as source:
         tied = source.facts.get("tied", {}) if isinstance(source, NativeSource) else {}
         export_dcp(source, Path(output), model_name=model_name, tied=tied)
 
@@ -62,7 +55,7 @@ def export_dcp(
     model: dict[str, Any] = {}
     for name, first in {**{name: name for name in source.params}, **(tied or {})}.items():
         param = source.params[first]
-        model[name] = lazy.add(f"{prefix}{name}", WEIGHT, first, _weight_dtype(param))
+        model[name] = lazy.add(f"{prefix}{name}", WEIGHT, first, getattr(torch, param.master_dtype))
     model |= source.state.buffers
     model |= source.state.extra_state
     nested: dict[str, Any] = {model_name: model} if model_name else model
@@ -109,12 +102,6 @@ class _LazyPlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         values = self._lazy.read(index.fqn)
         return super().lookup_object(index) if values is None else values
-
-
-def _weight_dtype(param: StoredParam) -> torch.dtype:
-    dtype: torch.dtype = getattr(torch, param.dtype)
-    is_master_wider = param.is_trainable and dtype in (torch.bfloat16, torch.float16)
-    return torch.float32 if is_master_wider else dtype
 
 
 def _optimizer_state(lazy: _LazyTensors, source: CheckpointSource) -> dict[str, Any]:

@@ -16,11 +16,10 @@ from launcher.checkpoint.deepspeed_files.pickled import write_torch_file
 from launcher.checkpoint.deepspeed_files.plan import Plan
 from launcher.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from launcher.checkpoint.formats.native import NativeSource
-from launcher.checkpoint.formats.open import is_checkpoint, open_source
+from launcher.checkpoint.formats.open import folder_of, open_source
 from launcher.checkpoint.formats.source import CheckpointSource
-from launcher.checkpoint_files.folder import LATEST, latest_tag, make_folder, replace_file, sync_folder
+from launcher.checkpoint_files.folder import LATEST, make_folder, replace_file, sync_folder
 from launcher.checkpoint_files.manifest import check_tag
-from launcher.checkpoint_files.place import place_of
 
 LATEST_UNIVERSAL = "latest_universal"
 STAGES = range(4)
@@ -41,11 +40,7 @@ def export_deepspeed(
     file's tensors are in memory at a time. Raises: CheckpointError for one that is damaged, that DeepSpeed could not
     load, or whose tag is taken; OSError.
     """
-    folder = place_of(checkpoint_dir)
-    if not is_checkpoint(folder):
-        tag = tag or latest_tag(folder)
-        folder = folder if tag is None else folder / check_tag(tag)
-    root = Path(output_dir)
+    folder, root = folder_of(checkpoint_dir, tag), Path(output_dir)
     with contextlib.closing(open_source(folder)) as source:
         target = root / check_tag(folder.name)
         if target.exists():

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from launcher.base.errors import UsageError
+from launcher.checkpoint.values.tree import dtype_name
 from launcher.checkpoint.zero_to_fp32 import DEFAULT_SHARD_SIZE, open_checkpoint, parse_size, write_weights
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,7 +71,7 @@ def _companions(checkpoint: Path, config: str | Path | None) -> dict[str, Path]:
 
 def _with_dtype(config: bytes, dtype: torch.dtype) -> bytes:
     """Return a model's config that says the type of the weights it stands beside."""
-    return (json.dumps(_replaced(json.loads(config), str(dtype).removeprefix("torch.")), indent=2) + "\n").encode()
+    return (json.dumps(_replaced(json.loads(config), dtype_name(dtype)), indent=2) + "\n").encode()
 
 
 def _replaced(value: Any, dtype: str) -> Any:

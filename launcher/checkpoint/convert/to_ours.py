@@ -18,14 +18,12 @@ from launcher.base.errors import CheckpointError
 from launcher.base.log import get_logger
 from launcher.checkpoint.exchange import Exchange
 from launcher.checkpoint.formats.deepspeed import open_deepspeed
-from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, StoredParam
+from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, StoredParam, most_used_dtype
 from launcher.checkpoint.saving.contents import Item, UnitContents
 from launcher.checkpoint.saving.save import Encoded, RankData, Save, SaveRequest, SharedData
 from launcher.checkpoint_files.manifest import MANIFEST
 from launcher.checkpoint_files.place import Place, place_of
 from launcher.sharding.layout import ParamInfo, layout_unit
-
-_HALVES = ("bfloat16", "float16")
 
 
 def import_deepspeed(source_dir: str | Path, target_dir: str | Path, tag: str | None = None) -> Place:
@@ -51,7 +49,7 @@ def write_checkpoint(source: CheckpointSource, root: Place, tag: str, facts: Map
     """
     scratch = _Scratch()
     contents = [_of_param(source, name, stored, scratch) for name, stored in source.params.items()]
-    shared = {"precision": _precision(source), "buffers": sorted(source.state.buffers), "excluded": [], **facts}
+    shared = {"precision": most_used_dtype(source), "buffers": sorted(source.state.buffers), "excluded": [], **facts}
     saving = Save(SaveRequest(root, tag, source.state.global_steps), Exchange(None, "import"))
     run = Encoded.of(vars(source.state), "the run's state", copies=False)
     saving.agree()
@@ -96,8 +94,8 @@ class _SourceItem(Item):
 def _of_param(source: CheckpointSource, name: str, stored: StoredParam, scratch: _Scratch) -> UnitContents:
     info = ParamInfo(name, stored.shape, stored.dtype, stored.is_trainable, stored.group or 0)
     contents = UnitContents(layout_unit([info], 1))
-    master = "float32" if stored.is_trainable and stored.dtype in _HALVES else stored.dtype
-    keys = {f"{WEIGHT}/{name}": master, **{f"state/{state}/{name}": dtype for state, dtype in stored.states.items()}}
+    keys = {f"{WEIGHT}/{name}": stored.master_dtype}
+    keys |= {f"state/{state}/{name}": dtype for state, dtype in stored.states.items()}
     for key, dtype in keys.items() if info.numel else ():
         held = torch.empty(info.numel, dtype=getattr(torch, dtype), device="meta")
         scratch.plan(held.nbytes)
@@ -105,12 +103,6 @@ def _of_param(source: CheckpointSource, name: str, stored: StoredParam, scratch:
     if info.numel and stored.scalars:
         contents.scalars[name] = dict(stored.scalars)
     return contents
-
-
-def _precision(source: CheckpointSource) -> str:
-    """Return the type in which most parameters were used."""
-    found = [stored.dtype for stored in source.params.values()]
-    return max(set(found), key=found.count, default="float32")
 
 
 def run(arguments: Sequence[str]) -> None:

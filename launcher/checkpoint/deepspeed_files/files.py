@@ -11,7 +11,7 @@ from torch import Tensor
 
 from launcher.checkpoint.deepspeed_files.optimizer import DS_VERSION, OptimizerStates
 from launcher.checkpoint.deepspeed_files.plan import Expert, Member, Plan, whole
-from launcher.checkpoint.formats.source import WEIGHT
+from launcher.checkpoint.formats.source import HALVES, WEIGHT, most_used_dtype
 
 Content = Callable[[], object]
 UNIVERSAL_INFO = {"universal_checkpoint_version": 0.2}  # without which DeepSpeed's converter refuses a checkpoint
@@ -29,8 +29,7 @@ class DeepSpeedFiles:
         taken = [key for key in _RESERVED if key in self._source.state.client_state]
         if taken:
             raise plan.error(f"the client state has the key {taken[0]}, which DeepSpeed's files need", "rename it")
-        dtypes = [stored.dtype for stored in self._source.params.values()]
-        self.precision = max(set(dtypes), key=dtypes.count, default="float32")
+        self.precision = most_used_dtype(self._source)
         self._has_optimizer = self._source.state.optimizer is not None and bool(self._source.state.groups)
 
     def of_rank(self, rank: int) -> Iterator[tuple[str, Content]]:
@@ -122,7 +121,7 @@ class DeepSpeedFiles:
         return found
 
     def _optimizer(self, rank: int) -> dict[str, Any] | None:
-        is_half = self.precision in ("bfloat16", "float16")
+        is_half = self.precision in HALVES
         return self.states.unpartitioned(rank, is_half=is_half) if self._has_optimizer else None
 
     def _optimizer_of_experts(self, rank: int) -> dict[str, Any]:

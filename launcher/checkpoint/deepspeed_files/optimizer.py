@@ -15,7 +15,6 @@ from launcher.checkpoint.formats.source import WEIGHT
 from launcher.optim.catalog import BY_NAME
 
 DS_VERSION = "0.19.8"
-_HALVES = ("bfloat16", "float16")
 # Types of the config that DeepSpeed updates by a kernel of its own, which counts steps as an int; torch's as a tensor.
 _OWN_KERNELS = ("adam", "adamw", "lamb", "lion", "onebitadam", "onebitlamb", "zerooneadam")
 _FUSED = ("adam", "adamw")  # and without ZeRO keeps a group in one tensor
@@ -57,9 +56,9 @@ class OptimizerStates:
 
     def _dtype(self, key: str, members: Sequence[Member]) -> torch.dtype:
         params = [self._source.params[member.stored] for member in members]
-        found = [each.dtype if key == WEIGHT else each.states[key] for each in params if key in (WEIGHT, *each.states)]
-        name = found[0] if found else "float32"
-        return torch.float32 if key == WEIGHT and name in _HALVES else getattr(torch, name)
+        found = (each.master_dtype if key == WEIGHT else each.states.get(key) for each in params)
+        dtype: torch.dtype = getattr(torch, next(filter(None, found), "float32"))
+        return dtype
 
     def states(self, members: Iterable[Member]) -> list[str]:
         """Return the states by element that any of some parameters have."""

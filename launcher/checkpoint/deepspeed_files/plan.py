@@ -17,7 +17,7 @@ from typing import Any
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint.formats.deepspeed import DeepSpeedCheckpoint
 from launcher.checkpoint.formats.native import NativeSource
-from launcher.checkpoint.formats.source import CheckpointSource, StoredParam
+from launcher.checkpoint.formats.source import HALVES, CheckpointSource, StoredParam
 
 _EXPERT = re.compile(r"(?P<layer>(?:.*\.)?deepspeed_moe\.experts\.deepspeed_experts\.)(?P<number>\d+)(?P<rest>\..*)")
 _PART_ALIGNMENT_NUMEL = 2  # of stages 1 and 2: a rank's part begins at 4 bytes in 16 bits
@@ -200,7 +200,7 @@ class Plan:
         if not self._zero_option("parameter_alignment"):
             return (0,) * len(members)
         dtype = self.source.params[members[0].stored].dtype
-        numel = max(1, _PARAM_ALIGNMENT_BYTES // (2 if dtype in ("bfloat16", "float16") else 4))
+        numel = max(1, _PARAM_ALIGNMENT_BYTES // (2 if dtype in HALVES else 4))
         gaps, first = [], 0
         for member in members[:-1]:
             first += member.numel

@@ -17,7 +17,8 @@ from launcher.base.errors import CheckpointError
 from launcher.checkpoint.formats.source import WEIGHT, RunState, StoredParam, checked
 from launcher.checkpoint.values import tree
 from launcher.checkpoint.values.layout_json import layouts_from_json
-from launcher.checkpoint.values.tree import DAMAGE, TORCH_DTYPES, bytes_of, dtype_name
+from launcher.checkpoint.values.tree import DAMAGE, bytes_of, dtype_name
+from launcher.checkpoint.zero_to_fp32 import TORCH_DTYPES
 from launcher.checkpoint_files.blocks import TensorFile, TensorSums
 from launcher.checkpoint_files.manifest import Manifest, read_json, read_manifest
 from launcher.checkpoint_files.place import Place

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from launcher.base.errors import CheckpointError
@@ -10,14 +11,28 @@ from launcher.checkpoint.formats.dcp.source import DcpSource
 from launcher.checkpoint.formats.deepspeed import DeepSpeedCheckpoint, holds_deepspeed
 from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.source import CheckpointSource
-from launcher.checkpoint_files.manifest import MANIFEST
-from launcher.checkpoint_files.place import Place
+from launcher.checkpoint_files.folder import latest_tag
+from launcher.checkpoint_files.manifest import MANIFEST, check_tag
+from launcher.checkpoint_files.place import Place, place_of
 
 
 def is_checkpoint(folder: Place) -> bool:
     """Tell whether a folder is itself a checkpoint, rather than one that contains some."""
     is_ours_or_dcp = any((folder / name).is_file() for name in (MANIFEST, DCP_METADATA))
     return is_ours_or_dcp or (isinstance(folder, Path) and holds_deepspeed(folder))
+
+
+def folder_of(checkpoint_dir: str | os.PathLike[str], tag: str | None) -> Place:
+    """Return the folder of a checkpoint.
+
+    checkpoint_dir: itself, or the one of all tags, where `tag` or `latest` names one. Raises: CheckpointError for a
+    tag that cannot be one.
+    """
+    folder = place_of(checkpoint_dir)
+    if is_checkpoint(folder):
+        return folder
+    tag = tag or latest_tag(folder)
+    return folder if tag is None else folder / check_tag(tag)
 
 
 def open_source(folder: Place) -> CheckpointSource:

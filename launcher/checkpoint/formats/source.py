@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -11,6 +12,7 @@ from torch import Tensor
 from launcher.sharding.layout import TensorSplit
 
 WEIGHT = "weight"
+HALVES = ("bfloat16", "float16")
 # `RunState.optimizer` of a checkpoint that has states, but does not say of which class.
 UNKNOWN_OPTIMIZER = "an optimizer of unknown class"
 
@@ -29,10 +31,12 @@ class StoredParam:
 
     @property
     def numel(self) -> int:
-        numel = 1
-        for size in self.shape:
-            numel *= size
-        return numel
+        return math.prod(self.shape)
+
+    @property
+    def master_dtype(self) -> str:
+        """The type in which its weight is written: of a 16-bit one that is trained the fp32 master is."""
+        return "float32" if self.is_trainable and self.dtype in HALVES else self.dtype
 
 
 @dataclass
@@ -111,3 +115,9 @@ class CheckpointSource(Protocol):
     def close(self) -> None:
         """Close its files."""
         ...
+
+
+def most_used_dtype(source: CheckpointSource) -> str:
+    """Return the type in which most parameters were used."""
+    found = [stored.dtype for stored in source.params.values()]
+    return max(set(found), key=found.count, default="float32")

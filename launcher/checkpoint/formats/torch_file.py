@@ -1,15 +1,22 @@
-"""Files of `torch.save`, opened without reading their tensors: these are read later, by ranges of elements."""
+"""Files of `torch.save` that others wrote, opened without running code of theirs and without reading their tensors.
+
+torch's own unpickler of weights builds tensors, containers and numbers, and refuses whatever else a file names. What
+checkpoints of DeepSpeed and of usual scripts name has a stand-in here. Files are mapped: a tensor's bytes are read when
+its values are.
+"""
 
 from __future__ import annotations
 
-import io
-import math
-import os
+import argparse
+import contextlib
+import ctypes
+import mmap
+import pickle
+import re
 import struct
+import types
 import zipfile
-import zlib
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,303 +24,184 @@ import torch
 from torch import Tensor
 
 from launcher.base.errors import CheckpointError
-from launcher.checkpoint.formats.unpickle import NumpyArray, Pickled, SafeUnpickler, unpickle
-from launcher.checkpoint.values.tree import bytes_of
 
 CHUNK_BYTES = 4 << 20
 _MAX_REPEATED_NUMEL = 2**28
-_LOCAL_HEADER = struct.Struct("<26xHH")  # of a member of a zip file: the lengths of its name and of its extra field
 _OLD_FORMAT = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19."
 _DAMAGED = "the file is damaged or was not written to its end; use another checkpoint"
-_STORAGES = {
-    "FloatStorage": torch.float32, "HalfStorage": torch.float16, "BFloat16Storage": torch.bfloat16,
-    "DoubleStorage": torch.float64, "LongStorage": torch.int64, "IntStorage": torch.int32,
-    "ShortStorage": torch.int16, "CharStorage": torch.int8, "ByteStorage": torch.uint8, "BoolStorage": torch.bool,
-    "ComplexFloatStorage": torch.complex64, "ComplexDoubleStorage": torch.complex128, "UntypedStorage": torch.uint8,
+
+# ---- Stand-ins for what files name, beside what torch knows ----
+
+
+class ForeignObject:
+    """An object of a class that is not loaded: what it had as attributes."""
+
+    def __init__(self, *_: Any) -> None:
+        """Take the arguments of any class."""
+
+
+class _NumpyType:
+    """A numpy dtype, as far as numbers need it."""
+
+    def __init__(self, code: str, *_: Any) -> None:
+        self.torch_dtype = _NUMPY_TYPES[code.lstrip("<|=")]
+
+    def __setstate__(self, state: Any) -> None:
+        if state[1] == ">":
+            raise pickle.UnpicklingError("numbers of the other byte order")
+
+
+_NUMPY_TYPES = {
+    "f8": torch.float64, "f4": torch.float32, "f2": torch.float16, "b1": torch.bool,
+    "i8": torch.int64, "i4": torch.int32, "i2": torch.int16, "i1": torch.int8,
+    "u8": torch.uint64, "u4": torch.uint32, "u2": torch.uint16, "u1": torch.uint8,
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
-class _Storage:
-    """Where a file has the memory of tensors."""
+class _NumpyArray:
+    """A numpy array, as a tensor."""
 
-    path: Path
-    at: int  # first byte in the file
-    num_bytes: int
-    dtype: torch.dtype
+    def __init__(self, *_: Any) -> None:
+        self.tensor = torch.empty(0)
 
     def __setstate__(self, state: Any) -> None:
-        raise TypeError("a storage takes no state")
-
-    def fill(self, start: int, out: memoryview) -> None:
-        """Fill `out` with bytes from `start` on."""
-        if start < 0 or start + out.nbytes > self.num_bytes:
-            raise CheckpointError("a tensor is larger than its data", where=str(self.path), hint=_DAMAGED)
-        with _opened(self.path) as file:
-            file.seek(self.at + start)
-            while out.nbytes:
-                try:
-                    num_read = file.readinto(out[:CHUNK_BYTES])
-                except OSError as error:
-                    raise _unreadable(self.path, error) from error
-                if not num_read:
-                    raise CheckpointError("the file ends within a tensor", where=str(self.path), hint=_DAMAGED)
-                out = out[num_read:]
-
-    def chunks(self, start: int, num_bytes: int) -> Iterator[memoryview]:
-        """Yield bytes [start, start + num_bytes) in chunks, each valid until the next one."""
-        buffer = memoryview(bytearray(min(CHUNK_BYTES, num_bytes)))
-        for first in range(start, start + num_bytes, CHUNK_BYTES):
-            chunk = buffer[: min(CHUNK_BYTES, start + num_bytes - first)]
-            self.fill(first, chunk)
-            yield chunk
-
-
-@dataclass(frozen=True)
-class FileTensor:
-    """A tensor in a file. `read` takes what it needs of it, `load` all."""
-
-    storage: _Storage
-    dtype: torch.dtype
-    offset: int  # of the first element, in elements
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    def __setstate__(self, state: Any) -> None:
-        raise TypeError("a tensor takes no state")
-
-    @property
-    def place(self) -> str:
-        """The file."""
-        return str(self.storage.path)
-
-    @property
-    def numel(self) -> int:
-        """Elements."""
-        return math.prod(self.shape)
-
-    def shares(self, other: FileTensor) -> bool:
-        """Whether both are the same elements of the same memory."""
-        mine, theirs = ((each.storage, each.offset, each.shape, each.stride) for each in (self, other))
-        return mine == theirs and self.numel > 0
-
-    def read(self, start: int, out: Tensor) -> None:
-        """Fill 1-D `out` with elements [start, start + len(out)) of the flattened tensor, converted to its dtype.
-
-        Reads only their bytes where the tensor is contiguous; else all of it.
-        """
-        if start < 0 or start + out.numel() > self.numel:
-            raise CheckpointError(
-                f"elements {start} to {start + out.numel()} are wanted of a tensor of {self.numel}",
-                where=self.place,
-                hint="the file is not of this checkpoint, or damaged; use another checkpoint",
-            )
-        if not self._is_contiguous():
-            out.copy_(self.load().reshape(-1)[start : start + out.numel()])
+        _, shape, dtype, is_fortran, data = state
+        if is_fortran:
+            raise pickle.UnpicklingError("an array in Fortran's order")
+        if not data:
+            self.tensor = torch.empty(shape, dtype=dtype.torch_dtype)
             return
-        self._read_memory(self.offset + start, out)
-
-    def load(self) -> Tensor:
-        """Return the tensor, in memory of its own."""
-        extent = 1 + sum((size - 1) * step for size, step in zip(self.shape, self.stride, strict=True))
-        end = (self.offset + extent) * self.dtype.itemsize if self.numel else 0
-        is_repeated = self.numel * self.dtype.itemsize > self.storage.num_bytes  # as `expand` does
-        if end > self.storage.num_bytes or (is_repeated and self.numel > _MAX_REPEATED_NUMEL):
-            raise CheckpointError("a tensor is larger than its data", where=self.place, hint=_DAMAGED)
-        if self._is_contiguous():
-            whole = torch.empty(self.shape, dtype=self.dtype)
-            self._read_memory(self.offset, whole.view(-1))
-            return whole
-        memory = torch.empty(extent, dtype=self.dtype)
-        self._read_memory(self.offset, memory)
-        return memory.as_strided(self.shape, self.stride).contiguous()
-
-    def _read_memory(self, first: int, out: Tensor) -> None:
-        size, filled = self.dtype.itemsize, 0
-        if out.dtype == self.dtype and out.device.type == "cpu" and out.is_contiguous():
-            self.storage.fill(first * size, bytes_of(out))
-            return
-        for chunk in self.storage.chunks(first * size, out.numel() * size):
-            elements = torch.frombuffer(chunk, dtype=torch.uint8).view(self.dtype)
-            out[filled : filled + elements.numel()].copy_(elements)
-            filled += elements.numel()
-
-    def _is_contiguous(self) -> bool:
-        expected = 1
-        for size, step in zip(reversed(self.shape), reversed(self.stride), strict=True):
-            if size != 1 and step != expected:
-                return self.numel == 0
-            expected *= size
-        return True
+        self.tensor = torch.frombuffer(bytearray(data), dtype=dtype.torch_dtype).view(shape)
 
 
-def open_torch_file(
-    path: Path, functions: Mapping[str, Callable[..., Any]] | None = None, classes: tuple[str, ...] = ()
-) -> Any:
-    """Return what `torch.save` wrote to a file: plain values, with a `FileTensor` for every tensor.
+def _numpy_scalar(dtype: _NumpyType, data: bytes) -> Any:
+    return torch.frombuffer(bytearray(data), dtype=dtype.torch_dtype).item()
 
-    functions: what else the file may call, by full name. classes: full names of those whose objects become
-    `Pickled`; any other is refused. Raises: CheckpointError for a file that is missing, truncated, damaged or of
-    another kind, or that asks for more.
+
+def _joined(*parts: str) -> str:
+    return "/".join(parts).replace("//", "/")
+
+
+_STAND_INS: dict[str, Callable[..., Any]] = {
+    "builtins.frozenset": frozenset,
+    "collections.defaultdict": lambda *_: {},
+    "pathlib.PosixPath": _joined,
+    "pathlib._local.PosixPath": _joined,
+    "numpy.dtype": _NumpyType,
+    "numpy.core.multiarray.scalar": _numpy_scalar,
+    "numpy._core.multiarray.scalar": _numpy_scalar,
+    "numpy.core.multiarray._reconstruct": _NumpyArray,
+    "numpy._core.multiarray._reconstruct": _NumpyArray,
+    "deepspeed.runtime.zero.config.ZeroStageEnum": int,
+    **dict.fromkeys(
+        (
+            "argparse.Namespace",
+            "types.SimpleNamespace",
+            "deepspeed.runtime.fp16.loss_scaler.LossScaler",
+            "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
+            "deepspeed.utils.tensor_fragment.fragment_address",
+            # Pickles name these as arguments only.
+            *("numpy.ndarray", "builtins.int", "builtins.float", "builtins.list", "builtins.dict", "builtins.str"),
+        ),
+        ForeignObject,
+    ),
+}
+
+# The classes themselves come where the script has allowed them: see `torch.serialization.add_safe_globals`.
+_WITH_FIELDS = (ForeignObject, argparse.Namespace, types.SimpleNamespace)
+
+# ---- Files ----
+
+
+def open_torch_file(path: Path) -> Any:
+    """Return what `torch.save` wrote to a file. Its tensors are mapped: use `read` and `load`, which keep memory small.
+
+    Raises: CheckpointError for a file that is missing, truncated, damaged or of another kind, or that names what
+    has no stand-in.
     """
-    place = str(path)
-    members = _Members(path)
-    root = members.root
-    if members.bytes_of(f"{root}byteorder", b"little") != b"little":
-        raise CheckpointError("the file was written on a big-endian machine", where=place, hint="convert it there")
-    pickled = members.bytes_of(f"{root}data.pkl")
+    with _archive(path) as archive:
+        byteorder = ""
+        for member in archive.infolist():
+            if member.filename.endswith(("data.pkl", "byteorder")):
+                _compare(archive, member)
+            if member.filename.endswith("byteorder"):
+                byteorder = archive.read(member).decode(errors="replace")
+    if byteorder == "big":
+        raise CheckpointError("the file was written on a big-endian machine", where=str(path), hint="convert it there")
+    try:
+        return load_safely(path, is_mapped=True)
+    except Exception as error:  # what torch raises for a file that is damaged on purpose may be anything
+        raise _refused(path, error) from error
 
-    def storage(pid: Any) -> _Storage:
-        kind, dtype, key, _, numel = pid
-        if kind != "storage" or not isinstance(dtype, torch.dtype):
-            raise ValueError(f"a reference to {kind}")
-        found = members.storage(f"{root}data/{key}", dtype)
-        if found.num_bytes < numel * dtype.itemsize:
-            raise CheckpointError(f"tensor data {key} is cut off", where=place, hint=_DAMAGED)
-        return found
 
-    unpickler = _TorchUnpickler(io.BytesIO(pickled), place, {**_BUILDERS, **(functions or {})}, classes, storage)
-    return unpickle(unpickler, place)
+def load_safely(path: Path | str, *, is_mapped: bool) -> Any:
+    """Return what `torch.save` wrote to a file, without running anything that the file names.
+
+    is_mapped: read tensors when they are used, as is possible since torch 1.6. Raises: what `torch.load` does.
+    """
+    with torch.serialization.safe_globals([(found, name) for name, found in _STAND_INS.items()]):
+        return torch.load(path, map_location="cpu", mmap=is_mapped, weights_only=True)
+
+
+def _refused(path: Path, error: Exception) -> CheckpointError:
+    said = str((error.__context__ if isinstance(error, pickle.UnpicklingError) else None) or error)
+    name = re.search(r"GLOBAL (\S+)", said)
+    if name is not None:
+        message = f"the file asks for {name[1]}, which reading a checkpoint does not need; nothing was executed"
+        hint = "use a file that you trust, saved without objects of that class (see client_state)"
+        return CheckpointError(message, where=str(path), hint=hint)
+    text = f"{type(error).__name__}: {said.strip().partition(chr(10))[0]}"
+    if "not resizable" in said:  # what is mapped cannot grow, as torch would have it
+        text = "a tensor is larger than its data"
+    return CheckpointError(f"the file cannot be read, and nothing was executed: {text}", where=str(path), hint=_DAMAGED)
 
 
 def verify_torch_file(path: Path) -> None:
     """Read all of a file and compare its checksums. Raises: CheckpointError for one that is damaged."""
-    _Members(path).verify()
+    with _archive(path) as archive:
+        for member in archive.infolist():
+            _compare(archive, member)
 
 
-def plain(value: Any) -> Any:
-    """Return a value with its tensors loaded, and of objects without class the fields."""
-    if isinstance(value, FileTensor):
-        return value.load()
-    if isinstance(value, NumpyArray):
-        return value.tensor
-    if isinstance(value, Pickled):
-        return {name: plain(each) for name, each in value.fields.items()}
-    if isinstance(value, Mapping):
-        return {key: plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(plain(each) for each in value)
-    return value
-
-
-class _TorchUnpickler(SafeUnpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if module in ("torch", "torch.storage") and name in _STORAGES:
-            return _STORAGES[name]
-        if (module, name) in (("torch", "Tensor"), ("torch.nn.parameter", "Parameter")):
-            return name
-        return super().find_class(module, name)
-
-
-def _tensor(storage: Any, offset: int, shape: Any, stride: Any, *_: Any) -> FileTensor:
-    return _tensor_of(storage, storage.dtype, offset, shape, stride)
-
-
-def _tensor_with_dtype(
-    storage: Any, offset: int, shape: Any, stride: Any, _grad: bool, _hooks: Any, dtype: Any, *_: Any
-) -> FileTensor:
-    return _tensor_of(storage, dtype, offset, shape, stride)
-
-
-def _tensor_of(storage: Any, dtype: Any, offset: int, shape: Any, stride: Any) -> FileTensor:
-    if not isinstance(storage, _Storage) or not isinstance(dtype, torch.dtype):
-        raise ValueError("a tensor without storage")
-    numbers = (offset, *shape, *stride)
-    if len(shape) != len(stride) or any(not isinstance(each, int) or each < 0 for each in numbers):
-        raise ValueError("a tensor of an impossible shape")
-    return FileTensor(storage, dtype, offset, tuple(shape), tuple(stride))
-
-
-def _with_state(build: Callable[..., Any], _kind: Any, args: Any, _state: Any) -> Any:
-    return build(*args)
-
-
-_BUILDERS: dict[str, Callable[..., Any]] = {
-    "torch._utils._rebuild_tensor_v2": _tensor,
-    "torch._utils._rebuild_tensor_v3": _tensor_with_dtype,
-    "torch._utils._rebuild_parameter": lambda data, *_: data,
-    "torch._utils._rebuild_parameter_with_state": lambda data, *_: data,
-    "torch._tensor._rebuild_from_type_v2": _with_state,
-}
-
-
-class _Members:
-    """The parts of a zip file of `torch.save`."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        with _opened(path) as file:
-            try:
-                self._infos = {info.filename: info for info in zipfile.ZipFile(file).infolist()}
-            except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
-                raise _not_a_zip(path) from error
-            except OSError as error:
-                raise _unreadable(path, error) from error
-        pickles = [name for name in self._infos if name.endswith("data.pkl") and name.count("/") <= 1]
-        if len(pickles) != 1:
-            raise CheckpointError(
-                "the file is a zip file, but not one of torch.save", where=str(path), hint="give the checkpoint's own"
-            )
-        self.root = pickles[0].removesuffix("data.pkl")
-
-    def bytes_of(self, name: str, default: bytes | None = None) -> bytes:
-        if name not in self._infos and default is not None:
-            return default
-        storage = self.storage(name, torch.uint8)
-        content = b"".join(bytes(chunk) for chunk in storage.chunks(0, storage.num_bytes))
-        self._compare(name, zlib.crc32(content))
-        return content
-
-    def verify(self) -> None:
-        """Read all of the file in chunks. Raises: CheckpointError for a part with another checksum than it had."""
-        for name in self._infos:
-            storage, found = self.storage(name, torch.uint8), 0
-            for chunk in storage.chunks(0, storage.num_bytes):
-                found = zlib.crc32(chunk, found)
-            self._compare(name, found)
-
-    def _compare(self, name: str, found: int) -> None:
-        expected = self._infos[name].CRC
-        if expected not in (0, found):  # 0: it was saved without checksums
-            message = f"{name} has another checksum than when it was saved"
-            raise CheckpointError(message, where=str(self._path), hint=_DAMAGED)
-
-    def storage(self, name: str, dtype: torch.dtype) -> _Storage:
-        info = self._infos.get(name)
-        if info is None:
-            raise CheckpointError(f"the file has no {name}", where=str(self._path), hint=_DAMAGED)
-        if info.compress_type != zipfile.ZIP_STORED or info.flag_bits & 1:
-            raise CheckpointError(
-                f"{name} is compressed or encrypted, which torch.save does not do",
-                where=str(self._path),
-                hint="use the file as it was written",
-            )
-        with _opened(self._path) as file:
-            num_bytes = os.fstat(file.fileno()).st_size
-            is_inside = 0 <= info.header_offset < num_bytes
-            header = os.pread(file.fileno(), _LOCAL_HEADER.size, info.header_offset) if is_inside else b""
-            if len(header) < _LOCAL_HEADER.size or header[:4] != b"PK\x03\x04":
-                raise CheckpointError(f"{name} is not where the file says", where=str(self._path), hint=_DAMAGED)
-            at = info.header_offset + _LOCAL_HEADER.size + sum(_LOCAL_HEADER.unpack(header))
-            if at + info.file_size > num_bytes:
-                raise CheckpointError(f"the file ends within {name}", where=str(self._path), hint=_DAMAGED)
-        return _Storage(self._path, at, info.file_size, dtype)
-
-
-def _opened(path: Path) -> io.FileIO:
+@contextlib.contextmanager
+def _archive(path: Path) -> Iterator[zipfile.ZipFile]:
+    """Open the zip file that `torch.save` writes. Raises: CheckpointError for a file of another kind."""
+    place = str(path)
     try:
-        return io.FileIO(path)
+        with zipfile.ZipFile(path) as archive:
+            members = archive.infolist()
+            if sum(each.filename.endswith("data.pkl") and each.filename.count("/") <= 1 for each in members) != 1:
+                message = "the file is a zip file, but not one of torch.save"
+                raise CheckpointError(message, where=place, hint="give the checkpoint's own")
+            odd = next(
+                (each for each in members if each.compress_type != zipfile.ZIP_STORED or each.flag_bits & 1), None
+            )
+            if odd is not None:
+                message = f"{odd.filename} is compressed or encrypted, which torch.save does not do"
+                raise CheckpointError(message, where=place, hint="use the file as it was written")
+            yield archive
     except OSError as error:
-        raise _unreadable(path, error) from error
+        hint = "the checkpoint is incomplete: bring the file, or use another checkpoint"
+        raise CheckpointError(f"the file cannot be read: {error.strerror}", where=place, hint=hint) from error
+    except (zipfile.BadZipFile, struct.error, ValueError, NotImplementedError) as error:
+        raise _not_a_zip(path) from error
 
 
-def _unreadable(path: Path, error: OSError) -> CheckpointError:
-    hint = "the checkpoint is incomplete: bring the file, or use another checkpoint"
-    return CheckpointError(f"the file cannot be read: {error.strerror}", where=str(path), hint=hint)
+def _compare(archive: zipfile.ZipFile, member: zipfile.ZipInfo) -> None:
+    """Read a part of a file. Raises: CheckpointError for one with another checksum than it had."""
+    if not member.CRC:  # it was saved without checksums
+        return
+    try:
+        with archive.open(member) as file:
+            while file.read(CHUNK_BYTES):
+                pass
+    except (zipfile.BadZipFile, EOFError, RuntimeError, ValueError) as error:
+        message = f"{member.filename} has another checksum than when it was saved, or another place"
+        raise CheckpointError(message, where=str(archive.filename), hint=_DAMAGED) from error
 
 
 def _not_a_zip(path: Path) -> CheckpointError:
-    with _opened(path) as file:
+    with path.open("rb") as file:
         begin = file.read(len(_OLD_FORMAT))
     if begin == _OLD_FORMAT:
         return CheckpointError(
@@ -324,3 +212,67 @@ def _not_a_zip(path: Path) -> CheckpointError:
     if begin[:4] == b"PK\x03\x04":
         return CheckpointError("the end of the file is missing", where=str(path), hint=_DAMAGED)
     return CheckpointError("the file is not one of torch.save", where=str(path), hint=_DAMAGED)
+
+
+# ---- Values ----
+
+
+def read(tensor: Tensor, start: int, out: Tensor) -> None:
+    """Fill 1-D `out` with elements [start, start + len(out)) of a file's tensor, row-major, converted to its dtype.
+
+    Reads only their bytes where the tensor is contiguous; else all of it. Raises: ValueError for elements that are not
+    there, RuntimeError for a tensor that is sparse or otherwise has no plain values.
+    """
+    if start < 0 or start + out.numel() > tensor.numel():
+        raise ValueError(f"elements {start} to {start + out.numel()} are wanted of a tensor of {tensor.numel()}")
+    _expect_data(tensor)
+    flat = tensor.detach().reshape(-1)
+    size = CHUNK_BYTES // flat.itemsize
+    for place in range(0, out.numel(), size):
+        part = flat[start + place : start + min(place + size, out.numel())]
+        out[place : place + part.numel()].copy_(part)
+        _give_back(part)
+
+
+def load(tensor: Tensor) -> Tensor:
+    """Return a file's tensor, in memory of its own. Raises: as `read`."""
+    _expect_data(tensor)
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype)
+    read(tensor, 0, whole.view(-1))
+    return whole
+
+
+def _expect_data(tensor: Tensor) -> None:
+    """Raises: ValueError for a tensor that repeats its data, as `expand` does, and would fill the memory."""
+    if tensor.numel() > _MAX_REPEATED_NUMEL and tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise ValueError(f"a tensor of {tensor.numel()} elements is larger than its data")
+
+
+def _give_back(part: Tensor) -> None:
+    """Take what was read of a mapped file out of this process's memory: it would grow to the size of all files.
+
+    The kernel reads such a page again when it is needed. Of memory that is not a file's, it would be lost: that is
+    what `resizable` tells, as torch's own memory is and a part of a mapping is not. Only whole pages are given back, so
+    nothing beside the tensor is touched.
+    """
+    if part.untyped_storage().resizable():
+        return
+    begin = -(-part.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
+    num_bytes = (part.data_ptr() + part.nbytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+    if num_bytes > 0:
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(num_bytes), mmap.MADV_DONTNEED)
+
+
+def plain(value: Any) -> Any:
+    """Return a value with its tensors loaded, and of objects without class the fields. Raises: as `read`."""
+    if isinstance(value, Tensor):
+        return load(value)
+    if isinstance(value, _NumpyArray):
+        return value.tensor
+    if isinstance(value, _WITH_FIELDS):
+        return {name: plain(each) for name, each in vars(value).items()}
+    if isinstance(value, Mapping):
+        return {key: plain(each) for key, each in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(plain(each) for each in value)
+    return value

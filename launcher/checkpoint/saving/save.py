@@ -31,7 +31,8 @@ from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.saving.contents import UnitContents
 from launcher.checkpoint.values import tree
 from launcher.checkpoint.values.layout_json import layouts_to_json
-from launcher.checkpoint.values.tree import FILE_DTYPES, bytes_of, dtype_name
+from launcher.checkpoint.values.tree import bytes_of, dtype_name
+from launcher.checkpoint.zero_to_fp32 import FILE_DTYPES
 from launcher.checkpoint_files.blocks import TensorFileWriter, digest_of
 from launcher.checkpoint_files.folder import (
     Draft,

@@ -31,6 +31,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import CheckpointError
+from launcher.checkpoint.zero_to_fp32 import TORCH_DTYPES
 
 # ---- What to say of a value that cannot be saved, and what reading a damaged one raises ----
 
@@ -86,6 +87,25 @@ def advice(value: Any) -> str:
 KIND, PAYLOAD = "$", "of"
 
 
+# ---- Tensors as bytes ----
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """Return the name of a type as torch prints it, without "torch."."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Return the memory of a tensor, copied to the host where it is not there or not contiguous."""
+    tensor = tensor.detach().cpu().contiguous()
+    num_bytes = tensor.numel() * tensor.element_size()
+    if not num_bytes:
+        return memoryview(b"")
+    memory = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
+    memory.owner = tensor  # type: ignore[attr-defined]  # the view keeps the tensor alive
+    return memoryview(memory).cast("B")
+
+
 # ---- Values as JSON and tensors ----
 
 
@@ -93,21 +113,8 @@ MAX_DEPTH = 100  # of values in values; the JSON of each is up to three deep, an
 _MAX_BYTES_IN_JSON = 256
 _MAX_PLAIN_INT = 2**63 - 1  # larger ones are text: no reader of JSON rounds them, and none needs long to parse them
 # Types that every safetensors reader knows. Tensors of others are kept as their bytes.
-_COMMON_DTYPES = frozenset(
-    (
-        torch.bool,
-        torch.uint8,
-        torch.int8,
-        torch.int16,
-        torch.int32,
-        torch.int64,
-        torch.float16,
-        torch.bfloat16,
-        torch.float32,
-        torch.float64,
-    )
-)
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_COMMON_DTYPES = {TORCH_DTYPES[name] for name in ("BOOL", "U8", "I8", "I16", "I32", "I64", "F16", "BF16", "F32", "F64")}
+_DTYPES = {dtype_name(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
 _PATHS: dict[str, type[pathlib.PurePath]] = {
     "posix": pathlib.PosixPath,
     "pure posix": pathlib.PurePosixPath,
@@ -289,7 +296,7 @@ class _Encoder:
         plain = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         if plain.dtype not in _COMMON_DTYPES:
             plain = plain.reshape(-1).view(torch.uint8)
-        description = {"key": self._keep(plain), "dtype": _name_of_dtype(value.dtype), "shape": list(value.shape)}
+        description = {"key": self._keep(plain), "dtype": dtype_name(value.dtype), "shape": list(value.shape)}
         return _marked("tensor", description)
 
     def _array(self, value: Any, path: _Path) -> Any:
@@ -315,7 +322,8 @@ class _Encoder:
 
     def _keep_bytes(self, value: bytes) -> str:
         # A bytearray, as torch wants to be able to write to the memory.
-        return self._keep(_tensor_of(bytearray(value)))
+        tensor = torch.frombuffer(bytearray(value), dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
+        return self._keep(tensor)
 
     def _refused(self, message: str, path: _Path, hint: str) -> CheckpointError:
         return CheckpointError(message, where=self._where + _text_of(path), hint=hint)
@@ -323,14 +331,6 @@ class _Encoder:
 
 def _base64(value: bytes) -> str:
     return base64.b64encode(value).decode("ascii")
-
-
-def _tensor_of(value: bytearray) -> Tensor:
-    return torch.frombuffer(value, dtype=torch.uint8) if value else torch.empty(0, dtype=torch.uint8)
-
-
-def _name_of_dtype(value: torch.dtype) -> str:
-    return str(value).removeprefix("torch.")
 
 
 def _days_of(value: datetime.timedelta) -> list[int]:
@@ -353,7 +353,7 @@ _LEAVES: dict[type, Callable[[_Encoder, Any], Any]] = {
     complex: _Encoder.complex_number,
     bytes: _Encoder.byte_string,
     torch.Size: lambda _, value: _marked("torch.Size", list(value)),
-    torch.dtype: lambda _, value: _marked("torch.dtype", _name_of_dtype(value)),
+    torch.dtype: lambda _, value: _marked("torch.dtype", dtype_name(value)),
     torch.device: lambda _, value: _marked("torch.device", str(value)),
     datetime.date: lambda _, value: _marked("date", [value.year, value.month, value.day]),
     datetime.timedelta: lambda _, value: _marked("timedelta", _days_of(value)),
@@ -477,7 +477,7 @@ class _Decoder:
         stored = self._take(key)
         if stored.dtype is not torch.uint8 or stored.dim() != 1:
             raise ValueError(f"tensor {key} is of another type or shape")
-        return ctypes.string_at(stored.contiguous().data_ptr(), len(stored)) if len(stored) else b""
+        return bytes(bytes_of(stored))
 
     def _damaged(self, message: str, path: _Path) -> CheckpointError:
         return CheckpointError(message, where=(self._where + _text_of(path)) or None, hint="load another checkpoint")
@@ -584,31 +584,3 @@ _MAPPINGS: dict[str, Callable[[dict[Any, Any]], Any]] = {
     "Namespace": lambda fields: _with_fields(argparse.Namespace(), fields),
     "SimpleNamespace": lambda fields: _with_fields(types.SimpleNamespace(), fields),
 }
-
-
-# ---- Tensors as bytes, and their types by the names of files ----
-
-
-TORCH_DTYPES = {
-    "F64": torch.float64, "I64": torch.int64, "C64": torch.complex64, "F32": torch.float32, "I32": torch.int32,
-    "F16": torch.float16, "BF16": torch.bfloat16, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8,
-    "BOOL": torch.bool, "F8_E4M3": torch.float8_e4m3fn, "F8_E5M2": torch.float8_e5m2, "U16": torch.uint16,
-    "U32": torch.uint32, "U64": torch.uint64,
-}  # fmt: skip
-FILE_DTYPES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a type as torch prints it, without "torch."."""
-    return str(dtype).removeprefix("torch.")
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Return the memory of a tensor, copied to the host where it is not there or not contiguous."""
-    tensor = tensor.detach().cpu().contiguous()
-    num_bytes = tensor.numel() * tensor.element_size()
-    if not num_bytes:
-        return memoryview(b"")
-    memory = (ctypes.c_ubyte * num_bytes).from_address(tensor.data_ptr())
-    memory.owner = tensor  # type: ignore[attr-defined]  # the view keeps the tensor alive
-    return memoryview(memory).cast("B")

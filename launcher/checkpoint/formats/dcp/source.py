@@ -99,13 +99,15 @@ class DcpSource:
         paths = self._contents.paths
         for name in _MODEL_NAMES:
             root = (*above, name)
-            found = {_text(path[len(root) :]): key for key, path in paths.items() if _is_below(path, root)}
+            found = {".".join(map(str, path[len(root) :])): key for key, path in paths.items() if _is_below(path, root)}
             if any(key in self._contents.tensors for key in found.values()):
                 return found
         return {
             str(path[-1]): key
             for key, path in paths.items()
-            if len(path) == len(above) + 1 and path[:-1] == above and _is_of_model(key, self._contents.tensors)
+            if len(path) == len(above) + 1
+            and path[:-1] == above
+            and (key in self._contents.tensors or key.endswith(_EXTRA_STATE))
         }
 
     # ---- a source ----
@@ -197,7 +199,7 @@ class DcpSource:
         tensor = self._contents.tensors.get(key)
         if tensor is None:
             return self._reader.value(self._contents.values[key])
-        out = _empty(tensor)
+        out = torch.empty(tensor.shape, dtype=tensor.dtype)
         self._fill(tensor, key, 0, out.view(-1))
         return out
 
@@ -283,20 +285,8 @@ def _overlap(
     return tuple(mine), tuple(theirs)
 
 
-def _empty(tensor: ChunkedTensor) -> Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype)
-
-
 def _is_below(path: _Path, root: _Path) -> bool:
     return len(path) > len(root) and path[: len(root)] == root
-
-
-def _text(path: _Path) -> str:
-    return ".".join(map(str, path))
-
-
-def _is_of_model(key: str, tensors: Mapping[str, ChunkedTensor]) -> bool:
-    return key in tensors or key.endswith(_EXTRA_STATE)
 
 
 def _class_of(group: Mapping[str, Any]) -> str:

@@ -10,10 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint.formats.source import StoredParam
-from launcher.checkpoint.formats.torch_file import FileTensor, open_torch_file, plain
+from launcher.checkpoint.formats.torch_file import open_torch_file, plain
+from launcher.checkpoint.values.tree import dtype_name
 
 _MODEL = re.compile(r"(?:zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_model_states\.pt")
 _OPTIM = re.compile(r"(?P<kind>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_mp_rank_(?P<mp>\d+)_optim_states\.pt")
@@ -29,12 +31,6 @@ _WITH_DEEPSPEED = (
     " into the model before initialize()"
 )
 _LEFT = "an older checkpoint was left in the folder: move its files away, or use another checkpoint"
-_FUNCTIONS = {"deepspeed.runtime.zero.config.ZeroStageEnum": int}
-_CLASSES = (
-    "deepspeed.runtime.fp16.loss_scaler.LossScaler",
-    "deepspeed.runtime.fp16.loss_scaler.DynamicLossScaler",
-    "deepspeed.utils.tensor_fragment.fragment_address",
-)
 
 
 def holds_deepspeed(folder: Path) -> bool:
@@ -147,7 +143,7 @@ class Files:
 
 
 def _opened(path: Path, keys: tuple[str, ...]) -> dict[str, Any]:
-    content = open_torch_file(path, _FUNCTIONS, _CLASSES)
+    content = open_torch_file(path)
     missing = [key for key in keys if not isinstance(content, dict) or key not in content]
     if missing:
         raise CheckpointError(
@@ -167,7 +163,7 @@ class Place:
     `first`, from its element `base` on.
     """
 
-    tensor: Callable[[str, int], FileTensor]  # of a key ("weight" or a state's name) and a rank
+    tensor: Callable[[str, int], Tensor]  # of a key ("weight" or a state's name) and a rank
     part: int
     first: int = 0
     base: int = 0
@@ -207,9 +203,10 @@ class States:
     scalars: dict[str, Any] = field(default_factory=dict)
 
 
-def in_one(tensor: FileTensor) -> Place:
-    """Return the place of a weight that one tensor holds."""
-    return Place(lambda _key, _rank: tensor, max(1, tensor.numel))
+def in_one(weight: Tensor, *, is_trainable: bool) -> Found:
+    """Return a parameter that one tensor holds, and of which the optimizer has nothing."""
+    stored = StoredParam(tuple(weight.shape), dtype_name(weight.dtype), is_trainable, None)
+    return Found(stored, Place(lambda _key, _rank: weight, max(1, weight.numel())))
 
 
 def states_of(state: Mapping[str, Any], numel: int, group: Mapping[str, Any]) -> States:
@@ -217,7 +214,7 @@ def states_of(state: Mapping[str, Any], numel: int, group: Mapping[str, Any]) ->
     by_element = {
         name: dtype_name(value.dtype)
         for name, value in state.items()
-        if isinstance(value, FileTensor) and value.shape and value.numel >= numel
+        if isinstance(value, Tensor) and value.shape and value.numel() >= numel
     }
     scalars = {name: plain(value) for name, value in state.items() if name not in by_element}
     if by_element and "step" not in scalars and "step" in group:  # older fused optimizers count for a group
@@ -225,8 +222,3 @@ def states_of(state: Mapping[str, Any], numel: int, group: Mapping[str, Any]) ->
     if "step" in scalars:
         scalars["step"] = torch.tensor(float(scalars["step"]))  # as torch's optimizers have it
     return States(by_element, scalars)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """Return torch's name without the module."""
-    return str(dtype).removeprefix("torch.")

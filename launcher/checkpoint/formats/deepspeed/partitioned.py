@@ -6,18 +6,19 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from launcher.checkpoint.formats.deepspeed.files import (
     Contents,
     Files,
     Found,
     Place,
     States,
-    dtype_name,
     in_one,
     states_of,
 )
 from launcher.checkpoint.formats.source import WEIGHT, StoredParam
-from launcher.checkpoint.formats.torch_file import FileTensor
+from launcher.checkpoint.values.tree import dtype_name
 
 _FLAT = "single_partition_of_fp32_groups"
 _FLAT_STAGE3 = "fp32_flat_groups"
@@ -50,14 +51,14 @@ def _of_groups(files: Files, shapes: list[Mapping[str, Sequence[int]]]) -> Itera
     groups, paddings = _groups(zero, False), zero.get("param_alignment_paddings")
     for index, of_group in enumerate(shapes):
         # Later ranks' parts may be shorter: what is missing there is padding. Only the first one's size is a rule.
-        part = zero[_FLAT][index].numel
+        part = zero[_FLAT][index].numel()
         states = states_of(_group_state(zero, index), part, groups[index])
         gaps = paddings[index] if paddings else [0] * len(of_group)
         if len(gaps) != len(of_group) or part * files.num_ranks < sum(map(math.prod, of_group.values())) + sum(gaps):
             raise files.error(f"the fp32 weights of group {index} are fewer than its parameters have elements")
         first = 0
         for (name, shape), gap in zip(of_group.items(), gaps, strict=True):
-            place = Place(_flat_of_group(files, index), max(1, part), first=first)
+            place = Place(_flat(files, index), max(1, part), first=first)
             yield name, Found(_stored(files, name, shape, index, states), place)
             first += math.prod(shape) + gap
 
@@ -72,14 +73,14 @@ def _of_stage3(files: Files, shapes: list[Mapping[str, Sequence[int]]]) -> Itera
         raise files.error(f"{len(shapes)} sub groups of parameters, of which the optimizer has {len(group_of)}")
     for index, of_group in enumerate(shapes):
         parts = {name: -(-math.prod(shape) // files.num_ranks) for name, shape in of_group.items()}
-        numel = zero[_FLAT_STAGE3][index].numel
+        numel = zero[_FLAT_STAGE3][index].numel()
         if numel != sum(parts.values()):
             raise files.error(f"sub group {index} has {numel} fp32 weights, its parameters {sum(parts.values())}")
         group = group_of[index]
         states = states_of(_sub_group_state(zero, index), numel, groups[group])
         base = 0
         for name, shape in of_group.items():
-            place = Place(_flat_of_sub_group(files, index), max(1, parts[name]), base=base)
+            place = Place(_flat(files, index), max(1, parts[name]), base=base)
             yield name, Found(_stored(files, name, shape, group, states), place)
             base += parts[name]
 
@@ -89,8 +90,8 @@ def _frozen(files: Files, trainable: set[str]) -> Iterator[tuple[str, Found]]:
     if not files.is_stage3:
         aside = {*trainable, *model["buffer_names"], *(model.get("shared_params") or {})}
         for name, weight in model["module"].items():
-            if name not in aside and isinstance(weight, FileTensor):
-                yield name, Found(StoredParam(weight.shape, dtype_name(weight.dtype), False, None), in_one(weight))
+            if name not in aside and isinstance(weight, Tensor):
+                yield name, in_one(weight, is_trainable=False)
         return
     shapes = model.get("frozen_param_shapes") or {}
     if shapes:
@@ -102,39 +103,30 @@ def _frozen(files: Files, trainable: set[str]) -> Iterator[tuple[str, Found]]:
 
 def _stored(files: Files, name: str, shape: Sequence[int], group: int | None, states: States) -> StoredParam:
     weight = files.model()["module"].get(name)  # at stage 3 it is empty, but has the weight's type
-    dtype = dtype_name(weight.dtype) if isinstance(weight, FileTensor) else "float32"
+    dtype = dtype_name(weight.dtype) if isinstance(weight, Tensor) else "float32"
     return StoredParam(tuple(shape), dtype, group is not None, group, states.by_element, states.scalars)
 
 
-def _flat_of_group(files: Files, index: int) -> Callable[[str, int], FileTensor]:
-    def tensor(key: str, rank: int) -> FileTensor:
+def _flat(files: Files, index: int) -> Callable[[str, int], Tensor]:
+    """Return what gives the tensors of a group, at stage 3 of a sub group."""
+    weights, state_of = (_FLAT_STAGE3, _sub_group_state) if files.is_stage3 else (_FLAT, _group_state)
+
+    def tensor(key: str, rank: int) -> Tensor:
         zero = files.zero(rank)
-        return _checked(files, rank, (zero[_FLAT][index] if key == WEIGHT else _group_state(zero, index).get(key)), key)
-
-    return tensor
-
-
-def _flat_of_sub_group(files: Files, index: int) -> Callable[[str, int], FileTensor]:
-    def tensor(key: str, rank: int) -> FileTensor:
-        zero = files.zero(rank)
-        found = zero[_FLAT_STAGE3][index] if key == WEIGHT else _sub_group_state(zero, index).get(key)
-        return _checked(files, rank, found, key)
-
-    return tensor
-
-
-def _fragment(files: Files, name: str) -> Callable[[str, int], FileTensor]:
-    def tensor(_key: str, rank: int) -> FileTensor:
-        found: FileTensor = files.model(rank)["frozen_param_fragments"][name]
+        found = zero[weights][index] if key == WEIGHT else state_of(zero, index).get(key)
+        if not isinstance(found, Tensor):
+            raise files.error(f"rank {rank} saved no {key} where rank 0 did: {files.zero_path(rank)}")
         return found
 
     return tensor
 
 
-def _checked(files: Files, rank: int, found: Any, key: str) -> FileTensor:
-    if not isinstance(found, FileTensor):
-        raise files.error(f"rank {rank} saved no {key} where rank 0 did: {files.zero_path(rank)}")
-    return found
+def _fragment(files: Files, name: str) -> Callable[[str, int], Tensor]:
+    def tensor(_key: str, rank: int) -> Tensor:
+        found: Tensor = files.model(rank)["frozen_param_fragments"][name]
+        return found
+
+    return tensor
 
 
 def _group_state(zero: Mapping[str, Any], index: int) -> Mapping[str, Any]:

@@ -14,8 +14,7 @@ from launcher.checkpoint.formats.deepspeed.files import Contents, Files, Found, 
 from launcher.checkpoint.formats.deepspeed.partitioned import read_partitioned
 from launcher.checkpoint.formats.deepspeed.whole import read_whole
 from launcher.checkpoint.formats.source import UNKNOWN_OPTIMIZER, WEIGHT, CheckpointSource, RunState, StoredParam
-from launcher.checkpoint.formats.torch_file import FileTensor, plain, verify_torch_file
-from launcher.checkpoint.formats.unpickle import Pickled
+from launcher.checkpoint.formats.torch_file import load, plain, read, verify_torch_file
 
 # ---- Of a checkpoint of DeepSpeed all but parameters: counters, optimizer, schedule, loss scale, client state ----
 
@@ -68,11 +67,11 @@ def run_state(files: Files, contents: Contents) -> RunState:
 
 def _buffers(model: Mapping[str, Any]) -> dict[str, Tensor]:
     found = ((name, model["module"].get(name)) for name in model["buffer_names"])
-    return {name: value.load() for name, value in found if isinstance(value, FileTensor)}
+    return {name: load(value) for name, value in found if isinstance(value, Tensor)}
 
 
 def _extra(model: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
-    return ((name, value) for name, value in model["module"].items() if not isinstance(value, FileTensor | None))
+    return ((name, value) for name, value in model["module"].items() if not isinstance(value, Tensor | None))
 
 
 def _hyper_parameters(group: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +108,7 @@ def _optimizer(config: Mapping[str, Any], contents: Contents) -> str | None:
 
 def _loss_scaler(scaler: Any, steps: int) -> dict[str, Any] | None:
     """Return a loss scale as `LossScaler.state_dict()` has it; None where there is none or it is 1 for good."""
-    state = scaler.fields if isinstance(scaler, Pickled) else scaler
+    state = vars(scaler) if hasattr(scaler, "cur_scale") else scaler
     if not isinstance(state, Mapping) or "cur_scale" not in state:
         return None
     scale = float(state["cur_scale"])
@@ -150,7 +149,7 @@ class DeepSpeedCheckpoint(CheckpointSource):
             has_zero = files.is_stage3 or files.num_ranks or files.model().get("param_shapes") is not None
             contents = read_partitioned(files) if has_zero else read_whole(files)
             self._state = run_state(files, contents)
-        except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError, RuntimeError) as error:
             raise files.error(
                 f"it is not as DeepSpeed 0.19 writes it: {type(error).__name__}: {error}",
                 "load and save it again with DeepSpeed 0.19",
@@ -190,7 +189,10 @@ class DeepSpeedCheckpoint(CheckpointSource):
             raise CheckpointError(f"{name} has no state {key}")
         key = self._theirs.get(key, key)
         for rank, at, begin, end in found.place.pieces(start, start + out.numel()):
-            found.place.tensor(key, rank).read(at, out[begin - start : end - start])
+            try:
+                read(found.place.tensor(key, rank), at, out[begin - start : end - start])
+            except (ValueError, RuntimeError) as error:
+                raise self._files.error(f"the {key} of {name} that rank {rank} saved is not one: {error}") from None
 
     def private(self, rank: int, world_size: int) -> dict[str, Any]:
         """Return nothing: DeepSpeed saves neither random numbers nor the position in the data."""

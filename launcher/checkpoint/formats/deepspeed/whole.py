@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from launcher.checkpoint.formats.deepspeed.files import (
     Contents,
@@ -14,12 +15,12 @@ from launcher.checkpoint.formats.deepspeed.files import (
     Found,
     Place,
     States,
-    dtype_name,
     in_one,
     states_of,
 )
 from launcher.checkpoint.formats.source import WEIGHT, StoredParam
-from launcher.checkpoint.formats.torch_file import FileTensor
+from launcher.checkpoint.formats.torch_file import load, read
+from launcher.checkpoint.values.tree import dtype_name
 
 
 @dataclass(frozen=True)
@@ -30,9 +31,9 @@ class _Sequence:
     """
 
     length: int
-    size: Callable[[FileTensor], int]
-    fits: Callable[[int, FileTensor], bool]
-    place: Callable[[int, FileTensor], tuple[Place, States]]
+    size: Callable[[Tensor], int]
+    fits: Callable[[int, Tensor], bool]
+    place: Callable[[int, Tensor], tuple[Place, States]]
 
 
 def read_whole(files: Files) -> Contents:
@@ -44,7 +45,7 @@ def read_whole(files: Files) -> Contents:
     weights, tied = _weights(model)
     optimizer = model.get("optimizer")
     if optimizer is None:
-        params = {name: _unmatched(weight) for name, weight in weights.items()}
+        params = {name: in_one(weight, is_trainable=True) for name, weight in weights.items()}
         return Contents(params, [], tied)
     inner = optimizer.get("optimizer_state_dict", optimizer)
     groups: list[Mapping[str, Any]] = inner["param_groups"]
@@ -53,33 +54,30 @@ def read_whole(files: Files) -> Contents:
     params = {}
     for name, weight in weights.items():
         if name not in taken:
-            params[name] = _unmatched(weight, is_trainable=False)
+            params[name] = in_one(weight, is_trainable=False)
             continue
         index, at = taken[name]
         place, states = sequences[index].place(at, weight)
-        stored = StoredParam(weight.shape, dtype_name(weight.dtype), True, index, states.by_element, states.scalars)
+        shape, dtype = tuple(weight.shape), dtype_name(weight.dtype)
+        stored = StoredParam(shape, dtype, True, index, states.by_element, states.scalars)
         params[name] = Found(stored, place)
     return Contents(_without_steps_frozen(params), groups, tied, optimizer)
 
 
-def _weights(model: Mapping[str, Any]) -> tuple[dict[str, FileTensor], dict[str, str]]:
+def _weights(model: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, str]]:
     """Return the parameters, those that share memory under the first of their names, and the other names of these."""
-    found: dict[str, FileTensor] = {}
+    found: dict[str, Tensor] = {}
     first: dict[Any, str] = {}
     tied = {}
     for name, weight in model["module"].items():
-        if name in model["buffer_names"] or not isinstance(weight, FileTensor):
+        if name in model["buffer_names"] or not isinstance(weight, Tensor):
             continue
-        memory = (weight.storage, weight.offset, weight.shape, weight.stride)
-        if weight.numel and first.setdefault(memory, name) != name:
+        memory = (weight.data_ptr(), weight.dtype, weight.shape, weight.stride())
+        if weight.numel() and first.setdefault(memory, name) != name:
             tied[name] = first[memory]
         else:
             found[name] = weight
     return found, tied
-
-
-def _unmatched(weight: FileTensor, is_trainable: bool = True) -> Found:
-    return Found(StoredParam(weight.shape, dtype_name(weight.dtype), is_trainable, None), in_one(weight))
 
 
 def _without_steps_frozen(params: dict[str, Found]) -> dict[str, Found]:
@@ -104,47 +102,47 @@ def _sequences(
     return [_listed(*of_group) for of_group in zip(masters, states, groups, strict=True)]
 
 
-def _flat(flat: FileTensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> _Sequence:
+def _flat(flat: Tensor, state: Mapping[str, Any], group: Mapping[str, Any]) -> _Sequence:
     """A fused optimizer's group: one tensor. Weights are 16-bit copies of its parts, by which they are found."""
-    states = states_of(state, flat.numel, group)
+    states = states_of(state, flat.numel(), group)
 
-    def fits(at: int, weight: FileTensor) -> bool:
-        return at + weight.numel <= flat.numel and _is_copy(flat, at, weight)
+    def fits(at: int, weight: Tensor) -> bool:
+        return at + weight.numel() <= flat.numel() and _is_copy(flat, at, weight)
 
-    def place(at: int, weight: FileTensor) -> tuple[Place, States]:
-        return Place(lambda key, _: flat if key == WEIGHT else state[key], max(1, weight.numel), base=at), states
+    def place(at: int, weight: Tensor) -> tuple[Place, States]:
+        return Place(lambda key, _: flat if key == WEIGHT else state[key], max(1, weight.numel()), base=at), states
 
-    return _Sequence(flat.numel, lambda weight: weight.numel, fits, place)
+    return _Sequence(flat.numel(), lambda weight: weight.numel(), fits, place)
 
 
 def _listed(
-    masters: Sequence[FileTensor | None], states: Sequence[Mapping[str, Any]], group: Mapping[str, Any]
+    masters: Sequence[Tensor | None], states: Sequence[Mapping[str, Any]], group: Mapping[str, Any]
 ) -> _Sequence:
     """Any other optimizer's group: a tensor of each parameter, with states, and fp32 masters in a 16-bit run."""
 
-    def fits(at: int, weight: FileTensor) -> bool:
+    def fits(at: int, weight: Tensor) -> bool:
         tensors = (masters[at], *states[at].values()) if at < len(states) else ()
-        shape = next((each.shape for each in tensors if isinstance(each, FileTensor) and each.shape), weight.shape)
+        shape = next((each.shape for each in tensors if isinstance(each, Tensor) and each.shape), weight.shape)
         master = masters[at] if at < len(states) else None
         return at < len(states) and shape == weight.shape and (master is None or _is_copy(master, 0, weight))
 
-    def place(at: int, weight: FileTensor) -> tuple[Place, States]:
-        tensors = {WEIGHT: masters[at] or weight, **states[at]}
-        return Place(lambda key, _: tensors[key], max(1, weight.numel)), states_of(states[at], weight.numel, group)
+    def place(at: int, weight: Tensor) -> tuple[Place, States]:
+        master = masters[at]
+        tensors = {WEIGHT: weight if master is None else master, **states[at]}
+        numel = weight.numel()
+        return Place(lambda key, _: tensors[key], max(1, numel)), states_of(states[at], numel, group)
 
     return _Sequence(len(states), lambda _: 1, fits, place)
 
 
-def _is_copy(master: FileTensor, at: int, weight: FileTensor) -> bool:
+def _is_copy(master: Tensor, at: int, weight: Tensor) -> bool:
     """Whether a weight is what rounding a part of a master gives, as it is after every step."""
-    rounded = torch.empty(weight.numel, dtype=weight.dtype)
-    master.read(at, rounded)
-    return bool(torch.equal(rounded, weight.load().view(-1)))
+    rounded = torch.empty(weight.numel(), dtype=weight.dtype)
+    read(master, at, rounded)
+    return bool(torch.equal(rounded, load(weight).view(-1)))
 
 
-def _matched(
-    files: Files, weights: Mapping[str, FileTensor], sequences: Sequence[_Sequence]
-) -> dict[str, tuple[int, int]]:
+def _matched(files: Files, weights: Mapping[str, Tensor], sequences: Sequence[_Sequence]) -> dict[str, tuple[int, int]]:
     """Return name -> group and position of each parameter that the optimizer has.
 
     Both sides are in the model's order, in which the groups interleave. Raises: CheckpointError unless there is
@@ -160,7 +158,7 @@ def _matched(
             steps = [(positions, way.last)]  # without this one: it is frozen
             for index, sequence in enumerate(sequences):
                 at = positions[index]
-                if weight.numel and sequence.fits(at, weight):
+                if weight.numel() and sequence.fits(at, weight):
                     moved = (*positions[:index], at + sequence.size(weight), *positions[index + 1 :])
                     steps.append((moved, (way.last, name, (index, at))))
             for moved, last in steps:
