@@ -17,7 +17,6 @@ from launcher.base.exit_codes import ExitCode
 from launcher.base.fields import filled
 from launcher.base.folders import working_folder
 from launcher.base.timeouts import timeouts
-from launcher.base.units import printable
 from launcher.cli.options.command import declared
 from launcher.cli.options.types import Whole
 from launcher.slurm.lint import lint_script
@@ -78,7 +77,8 @@ def sbatch(ctx: click.Context, /, **values: Any) -> None:
     Inside the job `launch` takes nodes and GPUs from Slurm. The number of tasks on each node is always 1.
     """
     if values["lint_file"] is not None:
-        ctx.exit(_lint(values["lint_file"]))
+        _lint(values["lint_file"])
+        return
     if values["script"] is None:
         raise UsageError("SCRIPT is missing", hint="launch sbatch [OPTIONS] SCRIPT [ARGS]...")
     follow, chain = values["follow"], values["chain"]
@@ -143,19 +143,16 @@ def _submit_chain(text: str, length: int, options: Sbatch) -> int:
     return first
 
 
-def _lint(path: str) -> int:
+def _lint(path: str) -> None:
+    """Raises: UsageError with every mistake."""
     try:
         text = Path(path).read_bytes().decode("utf-8", "replace")  # line ends as they are
     except OSError as error:
         raise UsageError(f"the script cannot be read: {error.strerror}", where=path) from None
     findings = lint_script(text, path, Path(working_folder()))
-    for finding in findings:
-        mark = "" if finding.is_error else "! "
-        click.echo(printable(f"{mark}{finding.where}: {finding.message}\n  → {finding.hint}"), err=True)
-    has_errors = any(finding.is_error for finding in findings)
-    if not has_errors:
-        click.echo(f"{path}: ok")
-    return int(ExitCode.USAGE if has_errors else ExitCode.OK)
+    if findings:
+        raise UsageError.from_diagnostics(findings)
+    click.echo(f"{path}: ok")
 
 
 def _follow(job_id: int) -> int:
