@@ -143,10 +143,10 @@ def _mpi_rank(environ: Mapping[str, str]) -> SchedulerRank | None:
         return _checked(
             SchedulerRank(
                 started_by,
-                _number(environ, rank),
-                _number(environ, size),
-                _number(environ, local_rank) if local_rank.name in environ else None,
-                _number(environ, local_size) if local_size.name in environ else None,
+                number_in(environ, rank),
+                number_in(environ, size),
+                number_in(environ, local_rank) if local_rank.name in environ else None,
+                number_in(environ, local_size) if local_size.name in environ else None,
                 _first_node(nodes) if nodes else None,
                 _port_of_job(environ),
             ),
@@ -159,9 +159,9 @@ def _srun_task(environ: Mapping[str, str]) -> SchedulerRank | None:
     if not is_srun_step(environ):
         return None
     nodes = environ.get(env.SLURM_STEP_NODELIST.name) or environ.get(env.SLURM_JOB_NODELIST.name)
-    rank, size = _number(environ, env.SLURM_PROCID), _number(environ, env.SLURM_STEP_NUM_TASKS)
+    rank, size = number_in(environ, env.SLURM_PROCID), number_in(environ, env.SLURM_STEP_NUM_TASKS)
     local_rank, node_rank = (
-        _number(environ, known) if known.name in environ else None for known in (env.SLURM_LOCALID, env.SLURM_NODEID)
+        number_in(environ, known) if known.name in environ else None for known in (env.SLURM_LOCALID, env.SLURM_NODEID)
     )
     counts = _tasks_per_node(environ)
     here = (counts[node_rank : node_rank + 1] or (0,))[0] if counts and node_rank is not None else None
@@ -228,7 +228,8 @@ def _is_number(text: str) -> bool:
     return text.isascii() and text.isdigit() and len(text) <= _MAX_DIGITS
 
 
-def _number(environ: Mapping[str, str], variable: env.EnvVar) -> int:
+def number_in(environ: Mapping[str, str], variable: env.EnvVar) -> int:
+    """Return the number that a variable holds. Raises: UsageError."""
     text = environ.get(variable.name, "")
     if not _is_number(text):
         raise UsageError(

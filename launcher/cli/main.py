@@ -41,7 +41,7 @@ COMMANDS = {
     "exec": _Lazy(f"{_PACKAGE}.exec", "exec_command", "Run a command on all hosts.", _JOBS),
     "ps": _Lazy(f"{_PACKAGE}.jobs", "ps", "List running jobs, and those that ended today.", _JOBS),
     "logs": _Lazy(f"{_PACKAGE}.jobs", "logs", "Show what the ranks of a job wrote.", _JOBS),
-    "stacks": _Lazy(f"{_PACKAGE}.stacks", "stacks", "Print the Python stack traces of all ranks of a job.", _JOBS),
+    "stacks": _Lazy(f"{_PACKAGE}.jobs", "stacks", "Print the Python stack traces of all ranks of a job.", _JOBS),
     "kill": _Lazy(f"{_PACKAGE}.jobs", "kill", "Stop a job on all its hosts.", _JOBS),
     "config": _Lazy(f"{_PACKAGE}.config", "config_group", "Check an engine config, or explain a key.", _ENGINE),
     "estimate": _Lazy(

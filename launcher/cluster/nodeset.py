@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv6Address
 
 from launcher.base.errors import Diagnostic, HostfileError
+from launcher.base.fields import MAX_PORT
 from launcher.cluster.cluster import MAX_EXPANSION
 
 _MAX_DIGITS = 9
@@ -155,7 +156,6 @@ def _follows(first: str, second: str) -> bool:
 # ---- Addresses of hosts ----
 
 
-MAX_PORT = 65_535
 _MAX_NAME_LENGTH = 255
 # A leading "-" would read as an option wherever a name reaches another program's command line.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")

@@ -31,6 +31,7 @@ from launcher.agent.wire import (
     encode,
 )
 from launcher.base.errors import LauncherError, ProtocolError, TransportError
+from launcher.base.fields import MAX_PORT
 from launcher.cluster.cluster import Host
 from launcher.fleet.member import READ_BYTES, Emit, Member
 from launcher.transport.api import Channel, Shared
@@ -39,7 +40,6 @@ from launcher.transport.diagnose import start_failure
 # ---- What an agent may send, and when ----
 
 
-_MAX_PORT = 65535
 _STREAMS = (STDOUT, STDERR, RESULT)
 _STATUSES = range(-64, 256)  # minus a signal, or an exit code
 
@@ -72,7 +72,7 @@ class ProtocolCheck:
             self._running.discard(message.rank)
         elif isinstance(message, Output) and message.stream not in _STREAMS:
             return f"output on {message.stream[:20]!r}"
-        elif isinstance(message, PortPicked) and not 0 <= message.port <= _MAX_PORT:
+        elif isinstance(message, PortPicked) and not 0 <= message.port <= MAX_PORT:
             return f"port {message.port}"
         elif isinstance(message, SpawnFailed):
             self._running.clear()

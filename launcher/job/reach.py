@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
 from launcher.base.errors import UsageError
+from launcher.base.fields import named
 from launcher.base.processes import allow_connections
 from launcher.cluster.cluster import Cluster, Host
 from launcher.transport.local import LocalTransport, is_local
@@ -117,7 +118,7 @@ class Transports:
     def _reason(self, host: Host) -> str | None:
         """Return why the system's ssh reaches `host`, None where paramiko does."""
         if self._options.ssh != "auto":
-            return "--ssh" if self._options.ssh == "openssh" else None
+            return named("ssh") if self._options.ssh == "openssh" else None
         from launcher.transport.ssh.choice import reason_for_openssh
 
         if host not in self._reasons:
@@ -158,7 +159,8 @@ class AllocationTransports:
     def __init__(self, options: SshOptions, cluster: Cluster) -> None:
         if options.setup:
             raise UsageError(
-                "--setup and --venv-script are for hosts reached over SSH; srun passes this environment on",
+                f"{named('setup')} and {named('venv_script')} are for hosts reached over SSH; srun passes this"
+                " environment on",
                 hint="put the commands into the batch script, before `launch`",
             )
         from launcher.slurm.srun import SrunTransport

@@ -11,7 +11,8 @@ from collections.abc import Mapping
 
 from launcher.base import env
 from launcher.base.errors import HostfileError, UsageError
-from launcher.base.scheduler_rank import parse_counts
+from launcher.base.fields import named
+from launcher.base.scheduler_rank import number_in, parse_counts
 from launcher.cluster.cluster import MAX_EXPANSION, Cluster, Host
 from launcher.cluster.nodeset import expand
 
@@ -34,7 +35,7 @@ def read_allocation(
     refuse_heterogeneous(environ)
     nodes = parse_nodelist(environ.get(env.SLURM_JOB_NODELIST.name, ""))
     expected = environ.get(env.SLURM_JOB_NUM_NODES.name)
-    if expected is not None and _number(environ, env.SLURM_JOB_NUM_NODES.name) != len(nodes):
+    if expected is not None and number_in(environ, env.SLURM_JOB_NUM_NODES) != len(nodes):
         raise UsageError(
             f"the node list has {len(nodes)} nodes, {env.SLURM_JOB_NUM_NODES.name} says {expected}",
             where=env.SLURM_JOB_NODELIST.name,
@@ -58,7 +59,7 @@ def refuse_heterogeneous(environ: Mapping[str, str]) -> None:
             f"this Slurm job is heterogeneous: its {num_parts} parts have their own nodes and GPUs each",
             where=env.SLURM_HET_SIZE.name,
             hint="ask for one part that has all nodes (--nodes, --gres), or name the hosts of all parts with"
-            " --hostfile (over SSH)",
+            f" {named('hostfile')} (over SSH)",
         )
 
 
@@ -136,16 +137,5 @@ def _tasks(environ: Mapping[str, str], num_nodes: int) -> tuple[int, ...]:
     text = environ.get(name) if env.SLURM_STEP_ID.name not in environ else None
     counts = parse_counts(text, name) if text else (1,) * num_nodes
     if len(counts) != num_nodes or max(counts) > MAX_EXPANSION:
-        raise UsageError(f'"{text}" does not fit {num_nodes} nodes', where=name, hint="give --num-gpus N")
+        raise UsageError(f'"{text}" does not fit {num_nodes} nodes', where=name, hint=f"give {named('num_gpus')} N")
     return counts
-
-
-def _number(environ: Mapping[str, str], name: str) -> int:
-    text = environ.get(name, "")
-    if not _NUMBER.fullmatch(text):
-        raise UsageError(
-            f'"{text[:80]}" is not a number' if text else "the variable is not set",
-            where=name,
-            hint="Slurm sets it: start `launch` in a batch script, in salloc, or by srun",
-        )
-    return int(text)

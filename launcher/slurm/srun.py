@@ -24,6 +24,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from launcher.base.errors import ProtocolError, TransportError
+from launcher.base.fields import named
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.slurm.framing import ALL, DATA, END, PIECE_BYTES, LineReader, encode_lines
@@ -366,7 +367,7 @@ def _start_srun(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[subpro
     if program is None:
         raise TransportError(
             "this is a Slurm allocation, but srun is not in PATH",
-            hint="add Slurm's programs to PATH, or name the hosts with --hostfile to use SSH",
+            hint=f"add Slurm's programs to PATH, or name the hosts with {named('hostfile')} to use SSH",
         )
     try:
         reader, writer = os.pipe()

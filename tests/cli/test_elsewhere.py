@@ -13,8 +13,7 @@ from harness.launching import run_launch
 from launcher.base.errors import UsageError
 from launcher.base.scheduler_rank import scheduler_rank
 from launcher.cli.main import cli
-from launcher.cli.options.output import OutputOptions
-from launcher.cli.options.types import streams
+from launcher.cli.options.output import OutputOptions, streams
 from launcher.job.scheduler_node import scheduler_node
 
 KUBEFLOW = {

@@ -12,8 +12,9 @@ import click
 
 from launcher.base.errors import ConfigError, did_you_mean, nearest
 from launcher.base.exit_codes import ExitCode
+from launcher.base.fields import Whole
 from launcher.base.units import counted, printable
-from launcher.cli.options.types import Whole
+from launcher.cli.options.command import Number
 
 if TYPE_CHECKING:
     from launcher.config.reference import KeyFacts
@@ -30,7 +31,7 @@ def config_group() -> None:
 @click.argument("file")
 @click.option(
     "--world-size",
-    type=Whole(1),
+    type=Number(Whole(1)),
     help="Ranks: checks the batch equation too.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings as JSON.")

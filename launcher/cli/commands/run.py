@@ -16,7 +16,6 @@ from launcher.cli.options.accepted import NOTES
 from launcher.cli.options.command import Command, Option, spelled
 from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, default_hostfile
 from launcher.cli.options.run import read_options, run_options
-from launcher.cluster.cluster import NodeRange
 from launcher.slurm.allocation import in_allocation
 
 JOB_FILE_SUFFIXES = (".yaml", ".yml")
@@ -100,8 +99,6 @@ def _with_scheduler(values: dict[str, Any], started: SchedulerRank | None, notes
         return values | {"hostfile": hostfile}
     notes.append(node.note)
     found = {name: value for name, value in node.options().items() if value is not None and values[name] is None}
-    if "num_nodes" in found:
-        found["num_nodes"] = NodeRange(node.num_nodes, node.num_nodes)
     return values | found
 
 
