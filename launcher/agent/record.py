@@ -39,7 +39,7 @@ def read_object(path: str) -> dict[str, Any] | None:
 
 
 def is_sound(record: dict[str, Any]) -> bool:
-    """Tell whether what the controller computes with is there and of the right type."""
+    """Return whether what the controller computes with is there and of the right type."""
     time_s, exit_code = record.get("time_s"), record.get("exit_code")
     return (
         isinstance(time_s, float)

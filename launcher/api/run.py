@@ -103,7 +103,7 @@ def run(
 
 
 def execute(parameters: Parameters, output: Output, job_id: str | None = None, run_folder: Path | None = None) -> Ended:
-    """Run a job to its end, also when ranks fail. On the main thread signals end the job in order.
+    """Run a job to its end, also when ranks fail. On the main thread signals shut the job down gracefully.
 
     job_id, run_folder: given where they are known before the job. Raises: LauncherError when nothing could be started;
     JobTimeout; KeyboardInterrupt after an interrupt, when all ranks have ended.

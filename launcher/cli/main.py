@@ -139,7 +139,7 @@ class LaunchGroup(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Offer commands, and what may stand behind `launch` because it may stand behind `launch run`."""
+        """Offer commands, and what may follow `launch` because it may follow `launch run`."""
         from click.shell_completion import CompletionItem
 
         found = [CompletionItem(name, help=known.short_help) for name, known in COMMANDS.items()]
@@ -186,7 +186,7 @@ def cli() -> None:
 
 
 def _refuse_mistyped(args: list[str]) -> None:
-    """Say which command is meant by a first word that is like one and is not a script. Raises: UsageError."""
+    """Name the command that is meant by a first word that is like one and is not a script. Raises: UsageError."""
     word = args[0] if args else ""
     if word in _OTHER_NAMES and not os.path.exists(word):
         raise UsageError(f"there is no command {word}, and no script of that name", hint=_OTHER_NAMES[word])

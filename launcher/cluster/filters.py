@@ -90,7 +90,7 @@ def _first(cluster: Cluster, num_nodes: int | None, num_gpus: int | None, source
 
 
 def _short(num_gpus: int, num_slots: int, names: list[str], source: str) -> Diagnostic:
-    """Say that hosts have fewer slots than are asked for."""
+    """Return the finding that hosts have fewer slots than are asked for."""
     subject = "the host has" if len(names) == 1 else "each of these hosts has"
     option = named("num_gpus")
     hint = f"{_MORE_SLOTS[source]}, or lower {option}"

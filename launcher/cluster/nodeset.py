@@ -189,7 +189,7 @@ def parse_port(text: str) -> int:
 
 
 def is_ipv6(text: str) -> bool:
-    """Tell whether `text` is a bare IPv6 address, an interface suffix (`%eth0`) allowed."""
+    """Return whether `text` is a bare IPv6 address, an interface suffix (`%eth0`) allowed."""
     try:
         IPv6Address(text)
     except AddressValueError:
@@ -198,7 +198,7 @@ def is_ipv6(text: str) -> bool:
 
 
 def is_host(text: str) -> bool:
-    """Tell whether `text` is one name or address, without user and port."""
+    """Return whether `text` is one name or address, without user and port."""
     return is_ipv6(text) or bool(len(text) <= _MAX_NAME_LENGTH and _NAME.fullmatch(text))
 
 
@@ -233,7 +233,7 @@ def split_endpoint(text: str) -> tuple[str, str | None]:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether `address` means to every machine that machine itself."""
+    """Return whether `address` means to every machine that machine itself."""
     import ipaddress
 
     try:

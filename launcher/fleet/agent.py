@@ -110,11 +110,11 @@ class Window:
         return self.num_bytes is not None and self._arrived_bytes - min(self._handled_bytes) > self.num_bytes // 2
 
     def arrived(self, output: Output) -> None:
-        """Note that `output` is here. For the one thread that reads the node."""
+        """Record that `output` is here. For the one thread that reads the node."""
         self._arrived_bytes += output.cost_bytes
 
     def handled(self, output: Output, way: int = 0) -> Handled | None:
-        """Note that `output` has come to the end of a way. Returns the acknowledgement that is due now, if one is."""
+        """Record that `output` has come to the end of a way. Returns the acknowledgement that is due now, if one is."""
         if self.num_bytes is None:
             return None
         with self._lock:
@@ -198,7 +198,7 @@ class Agent(Member):
         """Take what a rank wrote. On the host's own thread, which reads nothing meanwhile."""
 
     def handled(self, output: Output, way: int = 0) -> None:
-        """Note that output has come to the end of a way, and say so to the agent when it is time to. Any thread."""
+        """Record that output has come to the end of a way, and say so to the agent when it is time to. Any thread."""
         message = self.window.handled(output, way)
         if message is not None and not self.ended:
             self.send(message)

@@ -77,7 +77,7 @@ class RunReport:
         write_private(folder / "report.json", text.encode(), is_durable=True)
 
     def warnings(self) -> list[str]:
-        """Say what may be left on hosts."""
+        """Return what may be left on hosts, in words."""
         found = [
             f"could not verify clean-up on {host}: its processes exit when the lease expires"
             for host in self.unconfirmed_hosts
@@ -108,7 +108,7 @@ def signal_name(status: int) -> str | None:
 
 
 def describe_status(status: int, record: dict[str, Any], oom: str | None = None) -> str:
-    """Say in a few words how a rank ended."""
+    """Return in a few words how a rank ended."""
     name = signal_name(status)
     if name is not None:
         return f"killed by {name}, out of memory" if oom else f"killed by {name}"

@@ -8,7 +8,7 @@ from launcher.base import env
 
 
 def in_allocation(environ: Mapping[str, str]) -> bool:
-    """Tell whether this process runs inside a Slurm allocation whose hosts are its to use.
+    """Return whether this process runs inside a Slurm allocation whose hosts are its to use.
 
     A rank that starts `launch` itself is not meant: its hosts already run the job it belongs to. A shell of salloc in a
     heterogeneous job knows no node list of the whole job, and is inside all the same.

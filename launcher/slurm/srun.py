@@ -183,7 +183,7 @@ class SrunStep:
             self._shared.add(id(frame))
 
     def release(self, name: str) -> None:
-        """Note that a channel is closed; the last one ends the step."""
+        """Record that a channel is closed; the last one ends the step."""
         self._live.pop(name, None)
         if not self._live:
             self.close()
@@ -354,7 +354,7 @@ class SrunChannel:
                 self._changed.notify_all()
 
     def end(self, status: int | None) -> None:
-        """Note that nothing more will come; the first status stays."""
+        """Record that nothing more will come; the first status stays."""
         with self._changed:
             if not self._ended:
                 self._ended, self._status = True, status

@@ -15,7 +15,7 @@ _RESTRICTED = "restricted"  # what shells say of themselves that may not start p
 
 
 def start_failure(channel: Channel, reason: str | None, printed: bytes = b"") -> TransportError:
-    """Say why the agent behind `channel` ended before its first message; waits up to 2 s for its status.
+    """Return why the agent behind `channel` ended before its first message; waits up to 2 s for its status.
 
     reason: what is known already, such as a damaged stream; None when the stream simply ended. printed: what came on
     stdout in place of an agent's words: a login shell that refuses says why there.

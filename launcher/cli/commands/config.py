@@ -36,7 +36,7 @@ def config_group() -> None:
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings as JSON.")
 def check(file: str, world_size: int | None, as_json: bool) -> None:
-    """Say everything that is wrong with FILE, each with its place, and what it leaves open. Exit code 0 or 2."""
+    """Show everything that is wrong with FILE, each with its place, and what it leaves open. Exit code 0 or 2."""
     from launcher.config.auto import left_open
     from launcher.config.load import load_config
 
@@ -105,7 +105,7 @@ def elastic(file: str, as_json: bool) -> None:
 @click.argument("key")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
 def explain(key: str, as_json: bool) -> None:
-    """Say what KEY means: type, default, meaning, status. KEY is a path such as zero_optimization.stage, or its end."""
+    """Explain KEY: type, default, meaning, status. KEY is a path such as zero_optimization.stage, or its end."""
     from launcher.config.reference import all_keys
 
     keys = all_keys()
