@@ -39,7 +39,7 @@ class OomWatch:
         self._before = [counter.read() for counter in self._counters]
 
     def evidence(self) -> str | None:
-        """Say which killer ended one more process than was asked about, the nearest one first; None when none did.
+        """Return which killer ended one more process than was asked about, the nearest one first; None when none did.
 
         To be called once for each process that SIGKILL ended, the one that held the most memory first.
         """

@@ -115,7 +115,7 @@ def _make_lock(folder: str) -> int:
 
 
 def _is_unused(folder: str) -> bool:
-    """Tell whether the agent that made the folder has ended."""
+    """Return whether the agent that made the folder has ended."""
     try:
         descriptor = os.open(os.path.join(folder, _LOCK_FILE), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
     except OSError:

@@ -220,7 +220,7 @@ def _take_input() -> int | None:
 
 
 def spawn_failure(error: OSError | ValueError | LauncherError, spec: Spawn) -> SpawnFailed:
-    """Say why the ranks could not be started, and what helps."""
+    """Return why the ranks could not be started, and what helps."""
     if isinstance(error, LauncherError):
         (finding,) = error.diagnostics
         return SpawnFailed(finding.message, finding.hint, isinstance(error, UsageError))

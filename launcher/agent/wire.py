@@ -332,7 +332,7 @@ def _decode(header: bytes, payload: bytes) -> Message:
 
 
 def _fits(value: object, wanted: str) -> bool:
-    """Tell whether a value that came from the other side has the type that the annotation names."""
+    """Return whether a value that came from the other side has the type that the annotation names."""
     if " | " in wanted:
         return any((part == "float" and isinstance(value, float)) or _fits(value, part) for part in wanted.split(" | "))
     if wanted == "float":  # alone: a time, which is computed with; a loss may be infinite

@@ -53,7 +53,7 @@ class Output(Watcher):
         self.plan: JobPlan | None = None  # of the last run
 
     def say(self, text: str) -> None:
-        """Tell what happens."""
+        """Report what happens."""
         _logger.info("%s", text)
 
     def warning(self, text: str) -> None:

@@ -11,13 +11,16 @@ import logging
 import os
 import pickle
 import stat
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 from launcher.api.outcome import Ended, JobTimeout
+from launcher.api.output import ConsoleOutput
 from launcher.api.parameters import Options, Parameters, StrPath, command_for, in_python_words
+from launcher.api.run import execute
 from launcher.base import env as variables
 from launcher.base.errors import JobError, LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
@@ -30,7 +33,7 @@ from launcher.slurm import queue
 from launcher.slurm.script import Sbatch, job_name_of, render_script
 from launcher.transport.command import own_argv
 
-_BATCH_MODULE = "launcher.api.batch"
+_THIS_MODULE = "launcher.api.submit"  # the batch script runs its `main` on the first node of the job
 REQUEST_FILE, ENDED_FILE, NUMBER_FILE, SCRIPT_FILE, LOG_FILE = "request", "ended", "number", "batch.sh", "slurm.out"
 _LOOK_INTERVAL_S = 0.5  # between two looks for `ended`
 _FORGOTTEN = "FORGOTTEN"  # Slurm keeps a job that has ended for some minutes
@@ -63,13 +66,13 @@ def submit(
             "an array makes several jobs, and a container has a Python of its own: neither can give results back",
             hint="call submit() several times, or use `launch sbatch`",
         )
-    values: dict[str, Any] = {"ranks": ranks, "env": env or {}, "max_restarts": max_restarts, "options": options}
+    values: dict[str, Any] = {"num_gpus": ranks, "env": env or {}, "max_restarts": max_restarts, "options": options}
     with in_python_words():
         parameters = Parameters(command=command_for(target, args), **values)
     folder = Path(working_folder(), log_dir or os.environ.get(variables.LOG_DIR.name) or "runs", new_job_id())
     name = job_name_of(getattr(target, "__name__", None) or str(target))
     batch = dataclasses.replace(slurm, job_name=slurm.job_name or name, output=slurm.output or str(folder / LOG_FILE))
-    script = render_script(batch, [str(folder)], program=own_argv(_BATCH_MODULE))
+    script = render_script(batch, [str(folder)], program=own_argv(_THIS_MODULE))
     try:
         make_private_folder(folder)
         write_private(folder / REQUEST_FILE, pickle.dumps(parameters))
@@ -204,3 +207,30 @@ class SlurmJob:
             hint=f"its log is {log}",
             details="\n".join(lines),
         )
+
+
+def main() -> int:
+    """Run the request of a batch job, leave how it ended, and return the exit code: what the batch script runs.
+
+    The argument of the process is the folder of the job.
+    """
+    folder = Path(sys.argv[1])
+    parameters: Parameters = pickle.loads((folder / REQUEST_FILE).read_bytes())
+    os.environ.pop(variables.JOB_ID.name, None)  # of a job that has submitted this one: the nodes here are ours
+    left: Ended | LauncherError
+    try:
+        with in_python_words():
+            left = ended = execute(parameters, ConsoleOutput(), folder.name, _run_folder(folder))
+        code = ended.report.exit_code
+    except LauncherError as error:
+        sys.stderr.write(f"{error}\n")
+        left, code = error, error.exit_code
+    if code != ExitCode.REQUEUE:  # else the job goes back into the queue, and has not ended
+        write_private(folder / ENDED_FILE, pickle.dumps(left), is_durable=True)
+    return int(code)
+
+
+def _run_folder(folder: Path) -> Path:
+    """Return where logs go: each time that the job comes back from the queue, to a folder of their own."""
+    num_requeues = os.environ.get(variables.SLURM_RESTART_COUNT.name, "0")
+    return folder if num_requeues == "0" else folder / f"requeue_{num_requeues}"

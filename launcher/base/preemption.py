@@ -83,7 +83,7 @@ _notice = _in_force()  # or the one that was, until the script took the signal o
 
 
 def preempted() -> bool:
-    """Tell whether this rank was told that its job will soon be taken off its nodes.
+    """Return whether this rank was told that its job will soon be taken off its nodes.
 
     Each rank learns it for itself and a step earlier or later than others: agree, for instance by an all-reduce of the
     maximum, before the ranks act on it together.

@@ -41,7 +41,7 @@ COMMANDS = {
     "exec": _Lazy(f"{_PACKAGE}.exec", "exec_command", "Run a command on all hosts.", _JOBS),
     "ps": _Lazy(f"{_PACKAGE}.jobs", "ps", "List running jobs, and those that ended today.", _JOBS),
     "logs": _Lazy(f"{_PACKAGE}.jobs", "logs", "Show what the ranks of a job wrote.", _JOBS),
-    "stacks": _Lazy(f"{_PACKAGE}.stacks", "stacks", "Print the Python stack traces of all ranks of a job.", _JOBS),
+    "stacks": _Lazy(f"{_PACKAGE}.jobs", "stacks", "Print the Python stack traces of all ranks of a job.", _JOBS),
     "kill": _Lazy(f"{_PACKAGE}.jobs", "kill", "Stop a job on all its hosts.", _JOBS),
     "config": _Lazy(f"{_PACKAGE}.config", "config_group", "Check an engine config, or explain a key.", _ENGINE),
     "estimate": _Lazy(
@@ -139,7 +139,7 @@ class LaunchGroup(click.Group):
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Offer commands, and what may stand behind `launch` because it may stand behind `launch run`."""
+        """Offer commands, and what may follow `launch` because it may follow `launch run`."""
         from click.shell_completion import CompletionItem
 
         found = [CompletionItem(name, help=known.short_help) for name, known in COMMANDS.items()]
@@ -186,7 +186,7 @@ def cli() -> None:
 
 
 def _refuse_mistyped(args: list[str]) -> None:
-    """Say which command is meant by a first word that is like one and is not a script. Raises: UsageError."""
+    """Name the command that is meant by a first word that is like one and is not a script. Raises: UsageError."""
     word = args[0] if args else ""
     if word in _OTHER_NAMES and not os.path.exists(word):
         raise UsageError(f"there is no command {word}, and no script of that name", hint=_OTHER_NAMES[word])

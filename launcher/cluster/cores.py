@@ -50,14 +50,14 @@ def shares(wanted: Sequence[int], num_ranks: int) -> list[list[int]]:
     if missing:
         raise UsageError(
             f"CPU {missing[0]} does not exist on this host or may not be used",
-            hint=f"--bind-core-list may name CPUs among {_ranges(sorted(allowed))}",
+            hint=f"name CPUs among {_ranges(sorted(allowed))}",
         )
     cores = list(wanted) or physical_cores(sorted(allowed))
     each = len(cores) // num_ranks
     if each == 0:
         raise UsageError(
             f"{num_ranks} ranks cannot be bound to {counted(len(cores), 'core')}: each needs one of its own",
-            hint="start fewer ranks on the host, name more cores with --bind-core-list, or do not bind",
+            hint="start fewer ranks on the host, name more cores, or do not bind",
         )
     return [cores[index * each : (index + 1) * each] for index in range(num_ranks)]
 

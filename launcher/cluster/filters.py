@@ -13,6 +13,7 @@ import re
 from dataclasses import dataclass, replace
 
 from launcher.base.errors import Diagnostic, HostfileError, UsageError, did_you_mean
+from launcher.base.fields import named
 from launcher.base.units import counted
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.nodeset import expand, expand_numbers, fold, is_ipv6
@@ -51,15 +52,15 @@ def select(
     """
     include, exclude = include.strip(), exclude.strip()
     if include and exclude:
-        raise UsageError("--include and --exclude cannot be used together", hint="keep one of them")
+        raise UsageError(f"{named('include')} and {named('exclude')} cannot be used together", hint="keep one of them")
     if (include or exclude) and (num_nodes is not None or num_gpus is not None):
-        option = "--include" if include else "--exclude"
-        other = "--num-nodes" if num_nodes is not None else "--num-gpus"
+        option = named("include" if include else "exclude")
+        other = named("num_nodes" if num_nodes is not None else "num_gpus")
         raise UsageError(f"{other} cannot be used together with {option}", hint="keep one of them")
     if include:
-        return _keep(cluster, chosen_slots(cluster, include, "--include"))
+        return _keep(cluster, chosen_slots(cluster, include, named("include")))
     if exclude:
-        return _drop(cluster, chosen_slots(cluster, exclude, "--exclude"))
+        return _drop(cluster, chosen_slots(cluster, exclude, named("exclude")))
     return _first(cluster, num_nodes, num_gpus, source)
 
 
@@ -68,16 +69,16 @@ def _first(cluster: Cluster, num_nodes: int | None, num_gpus: int | None, source
     hosts = cluster.hosts
     if num_nodes is not None:
         if num_nodes < 1:
-            raise UsageError(f"--num-nodes is {num_nodes}", hint="give 1 or more")
+            raise UsageError(f"{named('num_nodes')} is {num_nodes}", hint="give 1 or more")
         if num_nodes > len(hosts):
             raise UsageError(
-                f"--num-nodes is {num_nodes}, but there are only {len(hosts)} hosts: {_listed(cluster)}",
-                hint=f"{_MORE_HOSTS[source]}, or lower --num-nodes",
+                f"{named('num_nodes')} is {num_nodes}, but there are only {len(hosts)} hosts: {_listed(cluster)}",
+                hint=f"{_MORE_HOSTS[source]}, or lower {named('num_nodes')}",
             )
         hosts = hosts[:num_nodes]
     if num_gpus is not None:
         if num_gpus < 1:
-            raise UsageError(f"--num-gpus is {num_gpus}", hint="give 1 or more")
+            raise UsageError(f"{named('num_gpus')} is {num_gpus}", hint="give 1 or more")
         short: dict[int, list[str]] = {}
         for host in hosts:
             if len(host.slots) < num_gpus:
@@ -89,12 +90,13 @@ def _first(cluster: Cluster, num_nodes: int | None, num_gpus: int | None, source
 
 
 def _short(num_gpus: int, num_slots: int, names: list[str], source: str) -> Diagnostic:
-    """Say that hosts have fewer slots than are asked for."""
+    """Return the finding that hosts have fewer slots than are asked for."""
     subject = "the host has" if len(names) == 1 else "each of these hosts has"
-    hint = f"{_MORE_SLOTS[source]}, or lower --num-gpus"
+    option = named("num_gpus")
+    hint = f"{_MORE_SLOTS[source]}, or lower {option}"
     if names == ["localhost"]:
-        hint = "lower --num-gpus, or let this process use more devices with CUDA_VISIBLE_DEVICES"
-    return Diagnostic(f"--num-gpus is {num_gpus}, but {subject} only {counted(num_slots, 'slot')}", fold(names), hint)
+        hint = f"lower {option}, or let this process use more devices with CUDA_VISIBLE_DEVICES"
+    return Diagnostic(f"{option} is {num_gpus}, but {subject} only {counted(num_slots, 'slot')}", fold(names), hint)
 
 
 def _keep(cluster: Cluster, chosen: dict[str, set[int]]) -> Cluster:
@@ -111,7 +113,9 @@ def _drop(cluster: Cluster, dropped: dict[str, set[int]]) -> Cluster:
             hosts.append(replace(host, slots=left))
     if not hosts:
         raise HostfileError(
-            "--exclude leaves no slot on any host", where="--exclude", hint="exclude fewer hosts or slots"
+            f"{named('exclude')} leaves no slot on any host",
+            where=named("exclude"),
+            hint="exclude fewer hosts or slots",
         )
     return Cluster(tuple(hosts))
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.base.errors import Diagnostic, HostfileError, did_you_mean
+from launcher.base.fields import named
 from launcher.cluster.cluster import MAX_EXPANSION, MAX_SLOTS, Cluster, Host
 from launcher.cluster.nodeset import Address, parse_address, parse_port
 
@@ -51,7 +52,7 @@ def read_hostfile(path: str | Path) -> Cluster:
         raise HostfileError(
             f"hostfile cannot be read: {reason}",
             where=str(path),
-            hint="give an existing file, or leave --hostfile away to run on this machine only",
+            hint=f"give an existing file, or leave {named('hostfile')} out to run on this machine only",
         ) from None
     if len(data) > MAX_HOSTFILE_BYTES:
         raise HostfileError(f"hostfile is larger than {MAX_HOSTFILE_BYTES} bytes", where=str(path))

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from ipaddress import AddressValueError, IPv6Address
 
 from launcher.base.errors import Diagnostic, HostfileError
+from launcher.base.fields import MAX_PORT
 from launcher.cluster.cluster import MAX_EXPANSION
 
 _MAX_DIGITS = 9
@@ -155,7 +156,6 @@ def _follows(first: str, second: str) -> bool:
 # ---- Addresses of hosts ----
 
 
-MAX_PORT = 65_535
 _MAX_NAME_LENGTH = 255
 # A leading "-" would read as an option wherever a name reaches another program's command line.
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -189,7 +189,7 @@ def parse_port(text: str) -> int:
 
 
 def is_ipv6(text: str) -> bool:
-    """Tell whether `text` is a bare IPv6 address, an interface suffix (`%eth0`) allowed."""
+    """Return whether `text` is a bare IPv6 address, an interface suffix (`%eth0`) allowed."""
     try:
         IPv6Address(text)
     except AddressValueError:
@@ -198,7 +198,7 @@ def is_ipv6(text: str) -> bool:
 
 
 def is_host(text: str) -> bool:
-    """Tell whether `text` is one name or address, without user and port."""
+    """Return whether `text` is one name or address, without user and port."""
     return is_ipv6(text) or bool(len(text) <= _MAX_NAME_LENGTH and _NAME.fullmatch(text))
 
 
@@ -233,7 +233,7 @@ def split_endpoint(text: str) -> tuple[str, str | None]:
 
 
 def is_loopback(address: str) -> bool:
-    """Tell whether `address` means to every machine that machine itself."""
+    """Return whether `address` means to every machine that machine itself."""
     import ipaddress
 
     try:

@@ -31,6 +31,7 @@ from launcher.agent.wire import (
     is_sound_record,
 )
 from launcher.base.errors import LauncherError, ProtocolError, TransportError
+from launcher.base.fields import MAX_PORT
 from launcher.cluster.cluster import Host
 from launcher.fleet.member import READ_BYTES, Emit, Member
 from launcher.transport.api import Channel, Shared
@@ -39,7 +40,6 @@ from launcher.transport.diagnose import start_failure
 # ---- What an agent may send, and when ----
 
 
-_MAX_PORT = 65535
 _STREAMS = (STDOUT, STDERR, RESULT)
 _STATUSES = range(-64, 256)  # minus a signal, or an exit code
 
@@ -72,7 +72,7 @@ class ProtocolCheck:
             self._running.discard(message.rank)
         elif isinstance(message, Output) and message.stream not in _STREAMS:
             return f"output on {message.stream[:20]!r}"
-        elif isinstance(message, PortPicked) and not 0 <= message.port <= _MAX_PORT:
+        elif isinstance(message, PortPicked) and not 0 <= message.port <= MAX_PORT:
             return f"port {message.port}"
         elif isinstance(message, SpawnFailed):
             self._running.clear()
@@ -110,11 +110,11 @@ class Window:
         return self.num_bytes is not None and self._arrived_bytes - min(self._handled_bytes) > self.num_bytes // 2
 
     def arrived(self, output: Output) -> None:
-        """Note that `output` is here. For the one thread that reads the node."""
+        """Record that `output` is here. For the one thread that reads the node."""
         self._arrived_bytes += output.cost_bytes
 
     def handled(self, output: Output, way: int = 0) -> Handled | None:
-        """Note that `output` has come to the end of a way. Returns the acknowledgement that is due now, if one is."""
+        """Record that `output` has come to the end of a way. Returns the acknowledgement that is due now, if one is."""
         if self.num_bytes is None:
             return None
         with self._lock:
@@ -198,7 +198,7 @@ class Agent(Member):
         """Take what a rank wrote. On the host's own thread, which reads nothing meanwhile."""
 
     def handled(self, output: Output, way: int = 0) -> None:
-        """Note that output has come to the end of a way, and say so to the agent when it is time to. Any thread."""
+        """Record that output has come to the end of a way, and say so to the agent when it is time to. Any thread."""
         message = self.window.handled(output, way)
         if message is not None and not self.ended:
             self.send(message)

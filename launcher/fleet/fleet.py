@@ -6,6 +6,7 @@ No wait here is for one host: a channel that is no longer wanted is closed when 
 
 from __future__ import annotations
 
+import contextvars
 import functools
 import math
 import queue
@@ -160,7 +161,10 @@ class Fleet(Generic[M]):
         self._explain_at_s = time.monotonic() + _EXPLAIN_AFTER_S
         for member in self.members:
             work = (self._transport_for, self._turns, functools.partial(self._put, member))
-            threading.Thread(target=member.serve, args=work, name=f"host-{member.name}", daemon=True).start()
+            in_context = contextvars.copy_context().run
+            threading.Thread(
+                target=in_context, args=(member.serve, *work), name=f"host-{member.name}", daemon=True
+            ).start()
 
     def connect(self) -> None:
         """Connect to all hosts, and wait until all channels are open; when this raises, none stays open.

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Protocol
 
+from launcher.base.fields import named
 from launcher.base.processes import allow_connections
 from launcher.cluster.cluster import Host
 from launcher.transport.local import LocalTransport, is_local
@@ -115,7 +116,7 @@ class Transports:
     def _reason(self, host: Host) -> str | None:
         """Return why the system's ssh reaches `host`, None where paramiko does."""
         if self._options.ssh != "auto":
-            return "--ssh" if self._options.ssh == "openssh" else None
+            return named("ssh") if self._options.ssh == "openssh" else None
         from launcher.transport.ssh.choice import reason_for_openssh
 
         if host not in self._reasons:

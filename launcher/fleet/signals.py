@@ -81,7 +81,7 @@ class SignalQueue:
         return wall_s() - start_s
 
     def _count(self, number: int) -> None:
-        """Note a signal that has come, unless it is the one before once more. In signal handlers."""
+        """Record a signal that has come, unless it is the one before once more. In signal handlers."""
         now_s = time.monotonic()
         if number == signal.SIGTERM and self._term_is_notice:  # the first one; what follows at once is the same
             self._term_is_notice, self._counted_s, number = False, now_s, int(NOTICE_SIGNAL)

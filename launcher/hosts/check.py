@@ -15,6 +15,7 @@ from typing import Any
 
 from launcher.agent.ports import UNRESOLVED
 from launcher.base.errors import LauncherError
+from launcher.base.fields import named
 from launcher.base.timeouts import timeouts
 from launcher.base.units import counted, format_bytes, format_duration
 from launcher.cluster.cluster import Cluster, Host
@@ -165,7 +166,7 @@ def _unreached(address: str, port: int, reason: str) -> Finding:
         return Finding(
             f'no other host can resolve the name "{address}"',
             "put it into DNS or every host's /etc/hosts, or name an address that all hosts reach: in the hostfile, or"
-            " for node 0 with --master-addr",
+            f" for node 0 with {named('master_addr')}",
         )
     message = f"no other host can connect to {address} port {port}: {reason}"
     return Finding(message, f"open the TCP ports between the hosts in its firewall; is {address} its address?")

@@ -30,6 +30,7 @@ from launcher.agent.wire import (
 )
 from launcher.base.errors import Diagnostic, LauncherError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.fields import named
 from launcher.base.progress import Told
 from launcher.base.signals import NOTICE_SIGNAL
 from launcher.base.timeouts import timeouts
@@ -137,7 +138,7 @@ class Controller:
         for node in self._nodes:
             node.send(TryMaster(plan.master_addr, 0 if is_alone else plan.master_port or 0))
         self._fleet.wait(lambda node: node.master is not None, f"{plan.master_addr} to be reached", limit_s=limit_s)
-        hint = f"give --master-addr an address of {plan.placement.nodes[0].host.name} that all hosts reach"
+        hint = f"give {named('master_addr')} an address of {plan.placement.nodes[0].host.name} that all hosts reach"
         found = [
             Diagnostic(f"{plan.master_addr}, where ranks are to meet, {node.master.problem} there", node.name, hint)
             for node in self._nodes
@@ -428,7 +429,9 @@ def _check_port(port: int | None, plan: JobPlan) -> None:
         raise UsageError(
             f"port {plan.master_port} is in use" if plan.master_port else "no TCP port is free",
             where=plan.placement.nodes[0].host.name,
-            hint="give another --master-port, or leave it out: a free one is chosen" if plan.master_port else None,
+            hint=f"give another {named('master_port')}, or leave it out: a free one is chosen"
+            if plan.master_port
+            else None,
         )
 
 

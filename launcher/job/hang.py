@@ -37,7 +37,7 @@ class HangWatch:
         self._no_hang_until_s = -math.inf  # heartbeats up to then prove nothing against any rank
 
     def beat(self, rank: Rank, count: int, now_s: float) -> None:
-        """Note the heartbeats of a rank; an unchanged number is not progress."""
+        """Record the heartbeats of a rank; an unchanged number is not progress."""
         if count == rank.num_heartbeats:
             return
         rank.num_heartbeats = count
@@ -45,11 +45,11 @@ class HangWatch:
         self._move(rank, now_s)
 
     def ended(self, now_s: float) -> None:
-        """Note that a rank has ended, which is progress of the job."""
+        """Record that a rank has ended, which is progress of the job."""
         self._job_moved_s = now_s
 
     def hold(self, now_s: float) -> None:
-        """Note that ranks wait for the launcher, or that it was away: their silence counts from now on."""
+        """Record that ranks wait for the launcher, or that it was away: their silence counts from now on."""
         for rank in self._ranks:
             rank.moved_s = now_s
         self._job_moved_s = now_s

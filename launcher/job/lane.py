@@ -7,6 +7,7 @@ ranks never does.
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import math
 import queue
 import threading
@@ -54,7 +55,8 @@ class Lane:
         self._tick = tick
         self._busy_since_s: float | None = None
         self._error: Exception | None = None
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        in_context = contextvars.copy_context().run
+        threading.Thread(target=in_context, args=(self._run,), name=name, daemon=True).start()
 
     @property
     def stalled_s(self) -> float:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 from launcher.base.errors import LauncherError
+from launcher.base.fields import named
 from launcher.base.private_files import append_to, create_private, make_private_folder, write_private
 from launcher.base.processes import allow_files, num_open
 from launcher.base.timeouts import timeouts
@@ -104,7 +105,7 @@ def open_logs(plan: JobPlan) -> dict[int, RankLog]:
         raise LauncherError(
             f"the run folder cannot be written: {error.strerror}",
             where=str(error.filename or folder),
-            hint="choose another with --log-dir",
+            hint=f"choose another with {named('log_dir')}",
         ) from None
 
 
@@ -153,7 +154,9 @@ class RunFolder:
         answer = self._lane.request(call)
         if not self._wait(answer.done):
             raise LauncherError(
-                "the disk does not answer", where=str(self._plan.run_folder), hint="choose another with --log-dir"
+                "the disk does not answer",
+                where=str(self._plan.run_folder),
+                hint=f"choose another with {named('log_dir')}",
             )
         return answer.get()
 

@@ -124,7 +124,7 @@ def pieces_of(call: bytes) -> list[Shared]:
 
 
 def describe_leftovers(node: Node, message: LeftBehind) -> str:
-    """Say what the ranks of a node have left running, that it is ended now, and what helps."""
+    """Return the words for what the ranks of a node have left running, that it is ended now, and what helps."""
     pairs = list(zip(message.pids, message.names, strict=False))
     shown = [f"{name} (pid {pid})" for pid, name in pairs[:_MAX_NAMED]]
     more = len(pairs) - len(shown)

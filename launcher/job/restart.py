@@ -150,12 +150,12 @@ def _pause(delay_s: float, signals: SignalQueue, watcher: Watcher) -> None:
 
 
 def _asks_for_restart(report: RunReport) -> bool:
-    """Tell whether the ranks saved and ended in order, because of a notice, to be started again."""
+    """Return whether the ranks saved and ended in order, because of a notice, to be started again."""
     return report.exit_code == ExitCode.REQUEUE and report.failure is None and report.interrupted_by is None
 
 
 def _may_restart(report: RunReport) -> bool:
-    """Tell whether another try makes sense: not after an end in order, an interrupt, or options that are wrong."""
+    """Return whether another try makes sense: not after an end in order, an interrupt, or options that are wrong."""
     failure = report.failure
     if report.exit_code == ExitCode.OK or report.interrupted_by is not None or failure is None:
         return False

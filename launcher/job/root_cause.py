@@ -102,12 +102,12 @@ class RootCause:
             return first.failure
         return dataclasses.replace(
             first.failure,
-            hint=f"{_named(early)} had ended with 0 before: do all ranks take the same number of steps, and get as many"
-            " batches?",
+            hint=f"{_named(early)} had exited with 0 before: do all ranks take the same number of steps, and get as"
+            " many batches?",
         )
 
     def stopping(self, *, by_user: bool) -> None:
-        """Note that the ranks are being stopped: deaths from now on are our own doing. The first call counts."""
+        """Record that the ranks are being stopped: deaths from now on are our own doing. The first call counts."""
         if self._stop_s is None:
             self._stop_s = time.monotonic()
             self._slack_s = 0.0 if by_user else _SLACK_S
@@ -201,7 +201,7 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _is_about_lost_peer(message: Exited, failure: Failure) -> bool:
-    """Tell whether a failure says of itself that another rank was gone before."""
+    """Return whether a failure says of itself that another rank was gone before."""
     record = message.error
     if _LOST_PEER.search(f"{record.get('type')}: {record.get('message')}\n{failure.traceback}"):
         return True

@@ -16,14 +16,14 @@ _LAZY_NAMES = {
     "Emulation": "launcher.notebook.emulation",
     "JobError": "launcher.base.errors",
     "emulate": "launcher.notebook.emulation",
-    "run": "launcher.notebook.call",
+    "run": "launcher.notebook.cells",
 }
 
 __all__ = ["Emulation", "JobError", "emulate", "load_ipython_extension", "run"]
 
 if TYPE_CHECKING:
     from launcher.base.errors import JobError
-    from launcher.notebook.call import run
+    from launcher.notebook.cells import run
     from launcher.notebook.emulation import Emulation, emulate
 
 
@@ -35,7 +35,7 @@ class _Shell(Protocol):
 
 def load_ipython_extension(ipython: _Shell) -> None:
     """Register `%launch` and `%%launch`; what `%load_ext launcher.notebook` calls."""
-    from launcher.notebook.magics import launch
+    from launcher.notebook.cells import launch
 
     ipython.register_magic_function(launch, "line_cell", "launch")
 

@@ -10,7 +10,6 @@ from pathlib import Path
 from launcher.base.secrets import mask_arguments
 from launcher.cluster.cluster import Placement
 
-LONGEST_S = 10 * 366 * 24 * 3600.0  # ten years: a deadline of `inf` is none
 DEFAULT_GRACE_S = 5.0
 # Local agents notice the end of their pipe at once. A network can fail without a word, so both sides of one need a
 # lease; it must outlast a launcher that is suspended for a moment or busy on a loaded machine.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from launcher.base import env
 from launcher.base.errors import HostfileError, TransportError, UsageError
+from launcher.base.fields import named
 from launcher.base.folders import home_folder, working_folder
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.cluster.devices import given_devices, local_device_tokens
@@ -74,7 +75,8 @@ def num_ranks(request: Request, here: Here) -> int | None:
         return None  # these say themselves what slots they have
     num_gpus = len(here.device_tokens)
     if wish == "gpu" and not num_gpus:
-        raise UsageError("this machine has no GPU", where="--num-gpus gpu", hint="write --num-gpus N for N CPU ranks")
+        option = named("num_gpus")
+        raise UsageError("this machine has no GPU", where=f"{option} gpu", hint=f"write {option} N for N CPU ranks")
     return num_gpus or here.num_cpus
 
 
@@ -129,8 +131,8 @@ def choose_hosts(request: Request, here: Here, available: Cluster | None) -> Hos
     if num_devices == 0 or request.num_gpus == "cpu":
         if request.include or request.exclude:
             raise HostfileError(
-                "--include and --exclude choose among GPUs or hosts, and there are neither",
-                hint="name the hosts with --hostfile, or give --num-gpus N for N CPU ranks",
+                f"{named('include')} and {named('exclude')} choose among GPUs or hosts, and there are neither",
+                hint=f"name the hosts with {named('hostfile')}, or give {named('num_gpus')} N for N CPU ranks",
             )
         notes = ("no GPU here: the ranks run on the CPU",) if num_devices == 0 else ()
         return HostSelection(_like_this(tuple(range(wanted or 1)), request), notes=notes)
@@ -206,8 +208,7 @@ def _run_id(request: Request, placement: Placement) -> str | None:
 
 def _one_node(request: Request, placement: Placement) -> Placement:
     """Return the placement as the one node sees it that this command starts. Raises: UsageError."""
-    given = {"--master-addr": request.master_addr, "--master-port": request.master_port}
-    missing = [name for name, value in given.items() if value is None]
+    missing = [named(name) for name in ("master_addr", "master_port") if getattr(request, name) is None]
     if missing and placement.num_nodes > 1:
         raise UsageError(
             f"several nodes, each with its own command, need {' and '.join(missing)}",
@@ -243,8 +244,8 @@ def _master_addr(
     if request.master_addr is not None:
         if not is_host(request.master_addr):
             raise UsageError(
-                f'--master-addr "{request.master_addr}" is not the name or address of a host',
-                hint="such as node-a, 10.0.0.7 or fe80::1%eth0; a port is for --master-port",
+                f'{named("master_addr")} "{request.master_addr}" is not the name or address of a host',
+                hint=f"such as node-a, 10.0.0.7 or fe80::1%eth0; a port is for {named('master_port')}",
             )
         return request.master_addr
     if placement.num_nodes == 1 or set(kinds.values()) == {"local"}:
@@ -254,7 +255,7 @@ def _master_addr(
         if first.name == "localhost":
             raise UsageError(
                 "other hosts cannot reach node 0 as localhost",
-                hint="write this machine's own name into the hostfile, or give --master-addr",
+                hint=f"write this machine's own name into the hostfile, or give {named('master_addr')}",
             )
         return first.name
     address = address_of(first)
@@ -262,7 +263,7 @@ def _master_addr(
         raise UsageError(
             f"{address}, the HostName of {first.name} in the SSH config, leads other hosts to themselves",
             where=first.name,
-            hint="give node 0's address in the network of the hosts with --master-addr",
+            hint=f"give node 0's address in the network of the hosts with {named('master_addr')}",
         )
     return address
 

@@ -2,16 +2,97 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
+import os
 import re
+import signal
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.base.errors import UsageError
-from launcher.cluster.cluster import NodeRange
+from launcher.base.fields import MAX_PORT, Limit, Seconds, Whole, named
+from launcher.base.resume import AUTO, NEVER
+from launcher.cluster.cluster import MAX_EXPANSION, MAX_SLOTS, NodeRange
 from launcher.plan.plan import Command, Settings
 
 DEFAULT_LOG_DIR = Path("runs")
+# What the fields of a request hold, whoever fills them: options, a job file, `launcher.run`.
+LIMITS: dict[str, Limit] = {
+    "num_gpus": Whole(1, MAX_SLOTS, ("gpu", "cpu", "auto")),
+    "min_nodes": Whole(1, MAX_EXPANSION),
+    "node_rank": Whole(),
+    "master_port": Whole(1, MAX_PORT),
+    "ssh_port": Whole(1, MAX_PORT),
+    "max_restarts": Whole(),
+    "grace_s": Seconds(0),
+    "lease_s": Seconds(2),
+    "hang_timeout_s": Seconds(0, is_open=True),
+}
+_SIGNALS = frozenset(map(int, signal.Signals))
 _RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+_RESERVED_SIGNALS = {
+    **dict.fromkeys(("SIGKILL", "SIGSTOP"), "no program can handle it"),
+    "SIGCHLD": "it tells launch that a process of its own has ended",
+    "SIGURG": "it asks ranks for their stacks",
+    "SIGQUIT": "it asks for the stacks of all ranks, as `launch stacks` does",
+    "SIGTSTP": "it suspends launch, and the ranks run on",
+    "SIGCONT": "it ends a suspension",
+    **dict.fromkeys(("SIGTTIN", "SIGTTOU"), "it stops who uses a terminal from the background"),
+    "SIGPIPE": "it tells that the reader of what launch writes has ended",
+    "SIGWINCH": "it tells that the size of the terminal has changed",
+    **dict.fromkeys(
+        ("SIGSEGV", "SIGBUS", "SIGFPE", "SIGILL", "SIGABRT", "SIGIOT", "SIGTRAP", "SIGSYS"),
+        "it tells that launch itself has failed",
+    ),
+}
+
+
+def check_fields(settings: object) -> None:
+    """Check each field of a dataclass by itself. Raises: UsageError."""
+    for field in dataclasses.fields(settings):  # type: ignore[arg-type]  # of any dataclass
+        limit, value = LIMITS.get(field.name), getattr(settings, field.name)
+        if value is field.default:
+            continue
+        if limit is not None and not limit.allows(value):
+            raise UsageError(f"expected {limit}, got {value!r:.80}", where=named(field.name))
+        is_tuple = isinstance(value, tuple) and all(isinstance(each, int) for each in value)
+        if str(field.type).startswith("tuple[int") and not is_tuple:
+            raise UsageError(f"expected whole numbers such as (0, 1), got {value!r:.80}", where=named(field.name))
+        if field.name == "stop_signals":
+            check_signals(value)
+
+
+def node_range(text: str) -> NodeRange:
+    """Return how many nodes a text means: N, or torchrun's MIN:MAX. Raises: UsageError."""
+    least, colon, most = text.partition(":")
+    with contextlib.suppress(ValueError):
+        found = NodeRange(int(least), int(most if colon else least))
+        if 1 <= found.least <= found.most <= MAX_EXPANSION:
+            return found
+    expected = "MIN:MAX" if colon else f"a whole number from 1 to {MAX_EXPANSION}"
+    raise UsageError(f"expected {expected}, got {text!r:.80}", where=named("num_nodes"))
+
+
+def resume_from(text: str) -> str:
+    """Return `auto`, `never`, or the whole path of a folder: ranks may start in another one. Raises: UsageError."""
+    if not text:
+        raise UsageError("names no folder", where=named("resume"), hint="give auto, never or a folder")
+    return text if text in (AUTO, NEVER) or "://" in text else os.path.abspath(text)
+
+
+def check_signals(numbers: Collection[int]) -> None:
+    """Raise UsageError for a signal that cannot stop a job."""
+    for number in numbers:
+        name = signal.Signals(number).name if number in _SIGNALS else str(number)
+        if name in _RESERVED_SIGNALS or number not in _SIGNALS:
+            why = _RESERVED_SIGNALS.get(name, "there is none of that number")
+            raise UsageError(
+                f"{name} cannot stop a job: {why}",
+                where=named("stop_signals"),
+                hint="name others, such as SIGINT,SIGTERM,SIGHUP",
+            )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,28 +119,33 @@ class Request(Settings):
     notes: tuple[str, ...] = ()  # what the user should know about what was asked for
 
     def __post_init__(self) -> None:
+        check_fields(self)
         if self.run_id is not None and not _RUN_ID.fullmatch(self.run_id):
             raise UsageError(
-                f'"{self.run_id}" cannot be a job id', where="--job-id", hint="use letters, digits and . _ : - only"
+                f'"{self.run_id}" cannot be a job id',
+                where=named("run_id"),
+                hint="use letters, digits and . _ : - only",
             )
         if self.min_nodes is not None and not self.max_restarts:
-            raise UsageError("--min-nodes goes with --max-restarts", hint="add --max-restarts N")
+            needed = named("max_restarts")
+            raise UsageError(f"{named('min_nodes')} goes with {needed}", hint=f"add {needed} N")
         if self.standalone and (self.hostfile is not None or self.runs_one_node):
-            raise UsageError("--standalone is for this machine alone", hint="leave it or the other hosts out")
-        nodes = self.num_nodes or NodeRange(1, 1)
+            raise UsageError(f"{named('standalone')} is for this machine alone", hint="leave it or the other hosts out")
+        nodes, option = self.num_nodes or NodeRange(1, 1), named("num_nodes")
+        hostfile, node_rank = named("hostfile"), named("node_rank")
         if self.runs_one_node and nodes.is_elastic:
             raise UsageError(
-                f"--num-nodes {nodes} needs one `launch` that starts all nodes",
-                hint="name the hosts with --hostfile, or give one number of nodes with --node-rank",
+                f"{option} {nodes} needs one `launch` that starts all nodes",
+                hint=f"name the hosts with {hostfile}, or give one number of nodes with {node_rank}",
             )
         if self.hostfile is None and not self.in_slurm:
-            for name, value in (("--include", self.include), ("--exclude", self.exclude)):
-                if value and self.num_gpus is not None:
-                    raise UsageError(f"{name} and --num-gpus exclude each other", hint="give one of them")
+            filters = [named(name) for name in ("include", "exclude") if getattr(self, name)]
+            if filters and self.num_gpus is not None:
+                raise UsageError(f"{filters[0]} and {named('num_gpus')} exclude each other", hint="give one of them")
             if nodes.least > 1 and not self.runs_one_node:
                 raise UsageError(
-                    f"--num-nodes {nodes} needs a --hostfile",
-                    hint="name one with --hostfile, or run this on every node with --node-rank",
+                    f"{option} {nodes} needs a {hostfile}",
+                    hint=f"name one with {hostfile}, or run this on every node with {node_rank}",
                 )
 
     @property

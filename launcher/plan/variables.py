@@ -16,6 +16,7 @@ from pathlib import Path
 
 from launcher.base import env
 from launcher.base.errors import Diagnostic, UsageError
+from launcher.base.fields import named
 from launcher.cluster.cluster import NodePlacement, Placement
 from launcher.cluster.devices import visible_devices
 from launcher.plan.plan import JobPlan
@@ -34,13 +35,13 @@ _CHANGEABLE = {
 _SET_FOR_RANKS = {variable.name for variable in env.ALL if variable.direction == "set" and variable not in _CHANGEABLE}
 _SET_FOR_RANKS |= {env.HIP_VISIBLE_DEVICES.name, env.ZE_AFFINITY_MASK.name, env.ASCEND_RT_VISIBLE_DEVICES.name}
 _IS_SET = "`launch` sets it for every rank"
-_HINTS = {
-    env.MASTER_ADDR.name: "give --master-addr",
-    env.MASTER_PORT.name: "give --master-port",
-    env.CUDA_VISIBLE_DEVICES.name: "choose GPUs with --include, or set it for `launch` itself",
-    env.WORLD_SIZE.name: "give --num-gpus and --num-nodes",
-    env.LOCAL_WORLD_SIZE.name: "give --num-gpus",
-    env.NODE_RANK.name: "give --node-rank",
+# What a user sets in place of a variable.
+_FIELDS = {
+    env.MASTER_ADDR.name: ("master_addr",),
+    env.MASTER_PORT.name: ("master_port",),
+    env.WORLD_SIZE.name: ("num_gpus", "num_nodes"),
+    env.LOCAL_WORLD_SIZE.name: ("num_gpus",),
+    env.NODE_RANK.name: ("node_rank",),
 }
 
 
@@ -121,14 +122,17 @@ def job_environment(
             values |= _variables(path.read_bytes(), path)
         except OSError as error:
             raise UsageError(f"the environment file cannot be read: {error.strerror}", where=str(path)) from None
+    spelled = named("env")
     for option in options:
         name, equals, value = option.partition("=")
         if not _NAME.fullmatch(name):
-            raise UsageError(f"--env {option!r} names no variable", hint="--env KEY=VALUE, or --env KEY")
+            raise UsageError(f"{spelled} {option!r} names no variable", hint=f"{spelled} KEY=VALUE, or {spelled} KEY")
         if name in _SET_FOR_RANKS:
-            raise UsageError(f"--env {name} would have no effect: {_IS_SET}", hint=_hint_for(name))
+            raise UsageError(f"{spelled} {name} would have no effect: {_IS_SET}", hint=_hint_for(name))
         if not equals and name not in environ:
-            raise UsageError(f"--env {name}: the variable is not set here", hint=f"set it, or give --env {name}=VALUE")
+            raise UsageError(
+                f"{spelled} {name}: the variable is not set here", hint=f"set it, or give {spelled} {name}=VALUE"
+            )
         values[name] = value if equals else environ[name]
     return JobEnvironment(values, tuple(notes))
 
@@ -203,7 +207,9 @@ def _group_name(gid: int) -> str:
 
 
 def _hint_for(name: str) -> str:
-    return _HINTS.get(name, "leave it out")
+    if name == env.CUDA_VISIBLE_DEVICES.name:
+        return f"choose GPUs with {named('include')}, or set it for `launch` itself"
+    return f"give {' and '.join(map(named, _FIELDS[name]))}" if name in _FIELDS else "leave it out"
 
 
 # ---- Variables of ranks ----
@@ -250,7 +256,7 @@ def device_tokens(plan: JobPlan, node: NodePlacement, devices: list[str] | None)
         raise UsageError(
             f"slot {num_wanted - 1} is wanted, but Slurm gave the step fewer GPUs on this node: {','.join(devices)}",
             where=node.host.name,
-            hint="ask for the same number on each node with --gpus-per-node, or lower --num-gpus",
+            hint=f"ask for the same number on each node with --gpus-per-node, or lower {named('num_gpus')}",
         )
     return tuple(devices) or ("",) * num_wanted
 

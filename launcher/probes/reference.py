@@ -63,7 +63,7 @@ def _entries(place: str, owner: Any, names: Any) -> Iterator[str]:
         value = getattr(owner, name)
         yield f"### {place}.{name}\n"
         if not callable(value):
-            yield f"`{value!r}`: an exit code, see [failures](launch.md#failures-and-exit-codes).\n"
+            yield f"`{value!r}`: an exit code, see [failures](failures.md#exit-codes).\n"
             continue
         yield f"```text\n{_signature(name, value)}\n```\n"
         yield f"{_text_of(value)}\n"

@@ -223,7 +223,7 @@ def _read(path: Path) -> JobEntry | None:
 
 
 def _is_sound(entry: JobEntry) -> bool:
-    """Tell whether what is computed with is of the right type: a file may have been edited. Raises: TypeError."""
+    """Return whether what is computed with is of the right type: a file may have been edited. Raises: TypeError."""
     numbers = (entry.pid, entry.started_s, entry.grace_s, entry.ended_s or 0.0)
     if not all(0 <= number < _BEYOND_NUMBERS for number in numbers):  # nan is not either
         return False

@@ -12,7 +12,9 @@ from dataclasses import dataclass
 
 from launcher.base import env
 from launcher.base.errors import UsageError
-from launcher.cluster.nodeset import MAX_PORT, split_endpoint
+from launcher.base.fields import MAX_PORT
+from launcher.cluster.cluster import NodeRange
+from launcher.cluster.nodeset import split_endpoint
 from launcher.schedulers.rank import SchedulerRank, scheduler_rank
 
 DEFAULT_PORT = 29500  # torchrun's
@@ -55,7 +57,7 @@ class SchedulerNode:
             return {"num_gpus": self.num_ranks, "master_port": self.master_port}
         return {
             "num_gpus": self.num_ranks,
-            "num_nodes": self.num_nodes,
+            "num_nodes": NodeRange(self.num_nodes, self.num_nodes),
             "node_rank": self.node_rank,
             "master_addr": self.master_addr,
             "master_port": self.master_port,

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 
 from launcher.base import env
 from launcher.base.errors import HostfileError, UsageError
+from launcher.base.fields import named
 from launcher.cluster.cluster import MAX_EXPANSION, Cluster, Host
 from launcher.cluster.nodeset import expand
 from launcher.schedulers.rank import number_of, parse_counts
@@ -59,7 +60,7 @@ def refuse_heterogeneous(environ: Mapping[str, str]) -> None:
             f"this Slurm job is heterogeneous: its {num_parts} parts have their own nodes and GPUs each",
             where=env.SLURM_HET_SIZE.name,
             hint="ask for one part that has all nodes (--nodes, --gres), or name the hosts of all parts with"
-            " --hostfile (over SSH)",
+            f" {named('hostfile')} (over SSH)",
         )
 
 
@@ -137,5 +138,5 @@ def _tasks(environ: Mapping[str, str], num_nodes: int) -> tuple[int, ...]:
     text = environ.get(name) if env.SLURM_STEP_ID.name not in environ else None
     counts = parse_counts(text, name) if text else (1,) * num_nodes
     if len(counts) != num_nodes or max(counts) > MAX_EXPANSION:
-        raise UsageError(f'"{text}" does not fit {num_nodes} nodes', where=name, hint="give --num-gpus N")
+        raise UsageError(f'"{text}" does not fit {num_nodes} nodes', where=name, hint=f"give {named('num_gpus')} N")
     return counts

@@ -7,45 +7,14 @@ import shlex
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from launcher.base.errors import did_you_mean
+from launcher.base.errors import Diagnostic
 from launcher.slurm.script import TIME_FORM
 
-_OPTIONS = frozenset(
-    re.findall(
-        r"\S+",
-        """
-        account acctg-freq array batch bb bbf begin chdir cluster-constraint clusters comment constraint container
-        container-id container-image container-mounts container-workdir contiguous core-spec cores-per-socket
-        cpu-freq cpus-per-gpu cpus-per-task deadline delay-boot dependency distribution error exclude exclusive
-        export export-file extra extra-node-info get-user-env gid gpu-bind gpu-freq gpus gpus-per-node
-        gpus-per-socket gpus-per-task gres gres-flags hint hold ignore-pbs input job-name kill-on-invalid-dep
-        licenses mail-type mail-user mcs-label mem mem-bind mem-per-cpu mem-per-gpu mincpus network nice no-kill
-        no-requeue nodefile nodelist nodes ntasks ntasks-per-core ntasks-per-gpu ntasks-per-node ntasks-per-socket
-        open-mode output overcommit oversubscribe parsable partition power prefer priority profile propagate qos
-        quiet reboot requeue reservation resv-ports segment signal sockets-per-node spread-job stepmgr switches
-        thread-spec threads-per-core time time-min tmp tres-bind tres-per-task uid use-min-nodes verbose wait
-        wait-all-nodes wckey wrap
-        """,
-    )
-)
-_SHORT = {"A": "account", "a": "array", "b": "begin", "C": "constraint", "c": "cpus-per-task", "D": "chdir",
-          "d": "dependency", "e": "error", "F": "nodefile", "G": "gpus", "H": "hold", "i": "input", "J": "job-name",
-          "k": "no-kill", "L": "licenses", "M": "clusters", "m": "distribution", "N": "nodes", "n": "ntasks",
-          "O": "overcommit", "o": "output", "p": "partition", "q": "qos", "s": "oversubscribe", "S": "core-spec",
-          "t": "time", "w": "nodelist", "x": "exclude"}  # fmt: skip
+# Letters of the options that a check looks at; what else sbatch does not know, it refuses at once.
+_SHORT = {"G": "gpus", "N": "nodes", "e": "error", "n": "ntasks", "o": "output", "t": "time"}
 _ALMOST = re.compile(r"#\s+SBATCH\b|#SBATCH[^\s]|##SBATCH\b|#sbatch\b")
 _LAUNCHERS = re.compile(r"(?:^|[\s/;&|])(launch|launcher|torchrun|deepspeed|accelerate|torch\.distributed\.run)(?=\s)")
 _PER_TASK = re.compile(r"(?:^|[\s;&|])srun\s[^;&|]*?(?:\blaunch\b|-m launcher)\s")
-
-
-@dataclass(frozen=True)
-class Finding:
-    """What is wrong in a batch script."""
-
-    message: str
-    where: str  # "file:line"
-    hint: str
-    is_error: bool = True  # False: may be right where Slurm is newer, or has plugins
 
 
 @dataclass
@@ -54,10 +23,10 @@ class _Script:
 
     path: str
     options: dict[str, tuple[str, int]] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[tuple[int, Diagnostic]] = field(default_factory=list)
 
-    def find(self, message: str, line: int, hint: str, *, is_error: bool = True) -> None:
-        self.findings.append(Finding(message, f"{self.path}:{line}", hint, is_error))
+    def find(self, message: str, line: int, hint: str) -> None:
+        self.findings.append((line, Diagnostic(message, f"{self.path}:{line}", hint)))
 
     def number(self, name: str) -> int | None:
         """Return the value of an option as a number: of `4`, of `gpu:a100:4`; None without."""
@@ -65,7 +34,7 @@ class _Script:
         return int(text) if text.isascii() and text.isdigit() and len(text) < 10 else None
 
 
-def lint_script(text: str, path: str, folder: Path) -> list[Finding]:
+def lint_script(text: str, path: str, folder: Path) -> list[Diagnostic]:
     """Return every mistake found in a batch script, in the order of its lines.
 
     path: its name, for the findings. folder: where it will be submitted; output folders are looked for there.
@@ -83,7 +52,7 @@ def lint_script(text: str, path: str, folder: Path) -> list[Finding]:
     _check_tasks(script, command)
     _check_counts(script, command)
     _check_rest(script, folder)
-    return sorted(script.findings, key=lambda finding: int(finding.where.rpartition(":")[2]))
+    return [finding for _, finding in sorted(script.findings, key=lambda found: found[0])]
 
 
 def _read_directives(script: _Script, lines: list[str]) -> int:
@@ -120,14 +89,11 @@ def _read_options(script: _Script, text: str, number: int) -> None:
         name, has_value, value = word.partition("=")
         if word.startswith("--"):
             name = name[2:]
-        elif word.startswith("-") and word[1:2] in _SHORT:
-            name, has_value, value = _SHORT[word[1]], word[2:], word[2:].removeprefix("=")
+        elif word.startswith("-") and len(word) > 1:
+            name, has_value, value = _SHORT.get(word[1], word[1]), word[2:], word[2:].removeprefix("=")
         else:
             script.find(f'"{word}" is not an option', number, 'write options as "--name=value"')
             continue
-        if name not in _OPTIONS:
-            hint = did_you_mean(name, _OPTIONS) or "right where this Slurm or a plugin of it has it: see man sbatch"
-            script.find(f"option --{name} is not known here", number, hint, is_error=False)
         if not has_value and position < len(words) and not words[position].startswith("-"):
             value = words[position]
             position += 1

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.base.errors import UsageError
+from launcher.base.fields import option_of
 from launcher.base.preemption import EXIT_REQUEUE
 
 # They are part of the package, so that a wheel has them; a checkout shows them at the top too, by a link.
@@ -57,18 +58,14 @@ class Sbatch:
     setup: tuple[str, ...] = ()  # shell lines before `launch`
 
     def __post_init__(self) -> None:
-        if self.time is not None and not TIME_FORM.fullmatch(self.time):
-            raise UsageError(f'"{self.time}" is not a time', where="--time", hint='expected "20:00:00" or "2-12:00:00"')
-        if self.gpus_per_node is not None and not _GPUS_FORM.fullmatch(self.gpus_per_node):
-            raise UsageError(
-                f'"{self.gpus_per_node}" is not a number of GPUs',
-                where="--gpus-per-node",
-                hint='expected "8" or "a100:8"',
-            )
-        if self.array is not None and not _ARRAY_FORM.fullmatch(self.array):
-            raise UsageError(
-                f'"{self.array}" is not a range', where="--array", hint='expected "0-7", "0-7%2" or "1,3,5"'
-            )
+        for name, form, meaning, expected in (
+            ("time", TIME_FORM, "a time", '"20:00:00" or "2-12:00:00"'),
+            ("gpus_per_node", _GPUS_FORM, "a number of GPUs", '"8" or "a100:8"'),
+            ("array", _ARRAY_FORM, "a range", '"0-7", "0-7%2" or "1,3,5"'),
+        ):
+            value = getattr(self, name)
+            if value is not None and not form.fullmatch(value):
+                raise UsageError(f'"{value}" is not {meaning}', where=option_of(name), hint=f"expected {expected}")
         if self.signal is not None and not _is_signal(self.signal):
             raise UsageError(
                 f'"{self.signal}" is not a signal', where="--signal", hint='expected "USR1@120" or "B:USR1@120"'

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from launcher.base.errors import ProtocolError, TransportError, UsageError
+from launcher.base.fields import named
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.slurm.framing import ALL, DATA, END, PIECE_BYTES, LineReader, encode_lines
@@ -97,7 +98,8 @@ class SrunTransport:
         """Return what reaches the hosts of an allocation. Raises: UsageError for options that srun cannot obey."""
         if options.setup:
             raise UsageError(
-                "--setup and --venv-script are for hosts reached over SSH; srun passes this environment on",
+                f"{named('setup')} and {named('venv_script')} are for hosts reached over SSH; srun passes this"
+                " environment on",
                 hint="put the commands into the batch script, before `launch`",
             )
         return cls([host for host in cluster.hosts if host.slots], python=options.remote_python)
@@ -214,7 +216,7 @@ class SrunStep:
             self._shared.add(id(frame))
 
     def release(self, name: str) -> None:
-        """Note that a channel is closed; the last one ends the step."""
+        """Record that a channel is closed; the last one ends the step."""
         self._live.pop(name, None)
         if not self._live:
             self.close()
@@ -385,7 +387,7 @@ class SrunChannel:
                 self._changed.notify_all()
 
     def end(self, status: int | None) -> None:
-        """Note that nothing more will come; the first status stays."""
+        """Record that nothing more will come; the first status stays."""
         with self._changed:
             if not self._ended:
                 self._ended, self._status = True, status
@@ -398,7 +400,7 @@ def _start_srun(argv: Sequence[str], environ: Mapping[str, str]) -> tuple[subpro
     if program is None:
         raise TransportError(
             "this is a Slurm allocation, but srun is not in PATH",
-            hint="add Slurm's programs to PATH, or name the hosts with --hostfile to use SSH",
+            hint=f"add Slurm's programs to PATH, or name the hosts with {named('hostfile')} to use SSH",
         )
     try:
         reader, writer = os.pipe()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from launcher.base.errors import TransportError
+from launcher.base.fields import named
 from launcher.base.timeouts import timeouts
 from launcher.transport.api import Channel
 from launcher.transport.command import SETUP_FAILED
@@ -14,7 +15,7 @@ _RESTRICTED = "restricted"  # what shells say of themselves that may not start p
 
 
 def start_failure(channel: Channel, reason: str | None, printed: bytes = b"") -> TransportError:
-    """Say why the agent behind `channel` ended before its first message; waits up to 2 s for its status.
+    """Return why the agent behind `channel` ended before its first message; waits up to 2 s for its status.
 
     reason: what is known already, such as a damaged stream; None when the stream simply ended. printed: what came on
     stdout in place of an agent's words: a login shell that refuses says why there.
@@ -37,13 +38,15 @@ def start_failure(channel: Channel, reason: str | None, printed: bytes = b"") ->
         return TransportError(
             f"python was not found (exit status {status}): {last}",
             where=where,
-            hint="every host needs python at the same path: install it there, or name another with --remote-python",
+            hint="every host needs python at the same path: install it there, or name another with"
+            f" {named('remote_python')}",
         )
     if status == _NOT_EXECUTABLE:
         return TransportError(
             f"python may not be executed (exit status {status}): {last}",
             where=where,
-            hint="let this user execute it there, folders above it included, or name another with --remote-python",
+            hint="let this user execute it there, folders above it included, or name another with"
+            f" {named('remote_python')}",
         )
     ended = "the connection was lost" if status is None else f"exit status {status}"
     words = last_words(stderr, printed)
@@ -65,7 +68,7 @@ def shell_hint(where: str, words: str) -> str:
 
 
 def setup_failure(where: str, status: int | None, stderr: str) -> TransportError:
-    """Say that what --setup or --venv-script asked for failed."""
+    """Return the error for a setup command that failed."""
     lines = stderr.partition(SETUP_FAILED)[0].strip().splitlines()
     what, hint = "it failed", "nothing is started where this fails: fix the command, or leave the option out"
     if status == _COMMAND_NOT_FOUND:
@@ -77,7 +80,9 @@ def setup_failure(where: str, status: int | None, stderr: str) -> TransportError
     elif status == 0:
         what, hint = "it ended its shell", "ranks are started by the same shell: leave `exit` and `exec` out of it"
     words = f": {lines[-1]}" if lines else ""
-    return TransportError(f"--setup or --venv-script: {what} (exit status {status}){words}", where=where, hint=hint)
+    return TransportError(
+        f"{named('setup')} or {named('venv_script')}: {what} (exit status {status}){words}", where=where, hint=hint
+    )
 
 
 def last_words(stderr: str, printed: bytes) -> str:

@@ -31,7 +31,7 @@ _C = TypeVar("_C")
 
 
 def is_local(host_name: str) -> bool:
-    """Tell whether `host_name` means this machine: `localhost` or its own name.
+    """Return whether `host_name` means this machine: `localhost` or its own name.
 
     Addresses never do, 127.0.0.x included: a user who writes an address means the network.
     """

@@ -17,6 +17,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.base.errors import Diagnostic, TransportError
+from launcher.base.fields import named
 from launcher.base.timeouts import timeouts
 from launcher.transport.api import StderrTail
 from launcher.transport.local import LocalChannel, start_child, watched
@@ -59,7 +60,7 @@ _CAUSES = (
         "host key is known",
         "the host key is not known",
         "compare the fingerprint and accept the key with: {ssh} true; or, on a network you trust, let launch record the"
-        " keys of new hosts with --accept-new-host-keys",
+        " keys of new hosts with {accept}",
     ),
     ("Host key verification failed", "the host key or certificate is not accepted", f"to see why, {_TRY}"),
     ("Too many authentication failures", "too many keys were offered", "name the right one with IdentityFile"),
@@ -145,7 +146,8 @@ class OpenSshTransport:
                     raise TransportError(
                         f"ssh cannot be started: {getattr(error, 'strerror', None) or error}",
                         where=host.name,
-                        hint="is OpenSSH's client installed here? -F none --ssh paramiko does without it",
+                        hint=f"is OpenSSH's client installed here? {named('ssh_config')} none {named('ssh')} paramiko"
+                        " does without it",
                     ) from None
                 channel = watched(process, host.name, partial(OpenSshChannel, host.name, process, log))
                 undo.pop_all()
@@ -167,8 +169,8 @@ class OpenSshTransport:
         place = f"{host.user}@{host.name}" if host.user else host.name
         command = [shlex.join(["ssh", *self._options.openssh_words(host), name]) for name in (place, "HOST")]
         shown = f"{message}: {line}" if line else message
-        shared = (message, hint.format(ssh=command[1]))
-        found = Diagnostic(shown, host.name, hint.format(ssh=command[0]), shared)
+        of_this, of_any = (hint.format(ssh=ssh, accept=named("accept_new_host_keys")) for ssh in command)
+        found = Diagnostic(shown, host.name, of_this, (message, of_any))
         return found, message == _DROPPED
 
 

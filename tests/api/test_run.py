@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import hashlib
+import inspect
 import math
 import os
 import re
+import signal
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +26,8 @@ from launcher.api import pickling
 from launcher.base.errors import HostfileError, LauncherError, TransportError, UsageError
 from launcher.base.processes import members_of_job
 from launcher.base.units import format_duration
+from launcher.cli.commands.run import run as run_command
+from launcher.cli.options.command import Option
 
 
 @pytest.fixture(autouse=True)
@@ -160,11 +165,11 @@ def test_a_host_that_cannot_be_reached_is_named(sshd: LoopbackSshd, folder: Path
 @pytest.mark.parametrize(
     ("values", "error", "message"),
     [
-        ({"ranks": 0}, UsageError, "ranks is 0"),
-        ({"timeout_s": -1}, UsageError, "timeout_s is -1"),
-        ({"timeout_s": "2"}, UsageError, "timeout_s is '2'"),
-        ({"max_restarts": -1}, UsageError, "max_restarts is -1"),
-        ({"max_restarts": "2"}, UsageError, "max_restarts is '2'"),
+        ({"ranks": 0}, UsageError, r"ranks=: expected a whole number from 1 to 1024, or gpu, cpu, auto, got 0"),
+        ({"timeout_s": -1}, UsageError, "timeout_s=: expected seconds, more than 0, got -1"),
+        ({"timeout_s": "2"}, UsageError, "timeout_s=: expected seconds, more than 0, got '2'"),
+        ({"max_restarts": -1}, UsageError, "max_restarts=: expected a whole number of at least 0, got -1"),
+        ({"max_restarts": "2"}, UsageError, "max_restarts=: expected a whole number of at least 0, got '2'"),
         ({"hosts": [5]}, UsageError, "hosts is a list of host names"),
         ({"output": "nowhere"}, UsageError, "output is 'nowhere'"),
         ({"hosts": "node-a"}, UsageError, "hosts is a list of host names"),
@@ -192,7 +197,7 @@ def test_what_is_wrong_is_said_in_the_words_of_python_before_anything_starts(
 
 
 def test_options_are_of_the_values_that_there_are() -> None:
-    with pytest.raises(UsageError, match=r'Options\(ssh=\) is "plink"; give one of auto, paramiko, openssh'):
+    with pytest.raises(UsageError, match=r"Options\(ssh=\): expected one of auto, paramiko, openssh, got 'plink'"):
         launcher.Options(ssh="plink")
 
 
@@ -211,9 +216,62 @@ def test_options_are_of_the_values_that_there_are() -> None:
     ],
 )
 def test_options_have_the_limits_of_the_command(values: dict[str, Any]) -> None:
-    (name,) = values
-    with pytest.raises(UsageError, match=rf"Options\({name}=\) is .*; give "):
+    ((name, value),) = values.items()
+    expected = rf"Options\({name}=\): expected (seconds|a whole number).*, got '?{re.escape(str(value))}'?$"
+    with pytest.raises(UsageError, match=expected):
         launcher.Options(**values)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"stop_signals": (signal.SIGTERM, signal.SIGKILL)}, "SIGKILL cannot stop a job: no program can handle it"),
+        ({"stop_signals": (999,)}, "999 cannot stop a job: there is none of that number"),
+        ({"stop_signals": "SIGTERM"}, r"expected whole numbers such as \(0, 1\), got 'SIGTERM'"),
+        ({"bound_cores": "0-3"}, r"expected whole numbers such as \(0, 1\), got '0-3'"),
+        ({"num_nodes": "4:1"}, "expected MIN:MAX, got '4:1'"),
+        ({"engine": "deepspeed"}, "expected one of auto, builtin, got 'deepspeed'"),
+    ],
+)
+def test_options_of_more_than_one_number_have_the_limits_of_the_command(values: dict[str, Any], message: str) -> None:
+    (name,) = values
+    with pytest.raises(UsageError, match=rf"Options\({name}=\): {message}"):
+        launcher.Options(**values)
+
+
+def test_every_option_of_the_command_is_one_of_the_function() -> None:
+    ours = {*inspect.signature(launcher.run).parameters} | {
+        field.name for field in dataclasses.fields(launcher.Options)
+    }
+    in_place = {
+        "num_gpus": "ranks", "bind_cores": "bound_cores", "bind_core_list": "bound_cores", "standalone": "hosts",
+        "venv_script": "setup", "module": "target", "no_python": "target", "quiet": "output", "plain": "output",
+        "redirects": "output", "tee": "output", "local_ranks_filter": "output", "no_prefix": "output",
+        "log_level": "output",
+    }  # fmt: skip
+    assert set(in_place.values()) <= ours
+    # A call runs, and starts all nodes; the others have no effect in the command either.
+    without = {"dry_run", "as_json", "node_rank", "no_ssh", "no_local_rank", "launcher"}
+    shown = {option.name for option in run_command.params if isinstance(option, Option) and not option.hidden}
+    assert shown - ours == in_place.keys() | without
+
+
+def test_options_reach_the_ranks(folder: Path) -> None:
+    (folder / "more.env").write_text("FROM_FILE=1")
+    (folder / "script.py").write_text(
+        "import os, sys; print(sys.argv[1:], os.environ['FROM_FILE'], os.environ['LAUNCH_RESUME'],"
+        " len(os.sched_getaffinity(0)))"
+    )
+    core = min(os.sched_getaffinity(0))
+    options = launcher.Options(
+        env_files=["more.env"], resume="checkpoints", bound_cores=(core,), pass_local_rank=True, saves_pid=True
+    )
+    lines: list[str] = []
+    outcome = launcher.run("script.py", ranks=1, options=options, output=lambda *line: lines.append(line[2]))
+    assert lines == [f"['--local_rank=0'] 1 {folder / 'checkpoints'} 1"]
+    assert (outcome.run_folder / "launch.pid").read_text() == f"{os.getpid()}\n"
+    with pytest.raises(UsageError, match=r"Options\(pass_local_rank=\) is for scripts"):
+        launcher.run(print, options=options)
 
 
 def test_targets_and_arguments_that_cannot_be_are_refused() -> None:

@@ -53,7 +53,7 @@ def test_failures_come_back_and_a_job_can_be_followed_cancelled_and_found_again(
     [
         ({"slurm": launcher.Sbatch(array="0-3")}, "an array makes several jobs"),
         ({"slurm": launcher.Sbatch(container_image="image.sif")}, "a container has a Python of its own"),
-        ({"slurm": ASKED, "ranks": 0}, "ranks is 0"),
+        ({"slurm": ASKED, "ranks": 0}, "ranks=: expected a whole number from 1 to 1024, or gpu, cpu, auto, got 0"),
         ({"slurm": {"time": "5"}}, "slurm is a dict"),
     ],
 )

@@ -12,8 +12,7 @@ from harness.launching import run_launch
 
 from launcher.base.errors import UsageError
 from launcher.cli.main import cli
-from launcher.cli.options.output import OutputOptions
-from launcher.cli.options.types import streams
+from launcher.cli.options.output import OutputOptions, streams
 from launcher.schedulers.detect import scheduler_node
 from launcher.schedulers.rank import scheduler_rank
 

@@ -90,6 +90,6 @@ def test_help_loads_no_other_command(words: list[str], of_command: set[str]) -> 
         "console",
         "console.streams",
         "options",
-        *(f"options.{name}" for name in ("command", "hosts", "types")),
+        *(f"options.{name}" for name in ("command", "hosts")),
     }
     assert loaded == {f"launcher.cli.{name}" for name in wanted | of_command}

@@ -53,6 +53,16 @@ def test_every_section(tmp_path: Path) -> None:
         ("scrip: t.py\n", ['unknown key "scrip"', 'did you mean "script"?', '"script" is missing']),
         ("script: t.py\noptions: {max_restart: 1}\n", ['unknown key "max_restart"', 'did you mean "max_restarts"?']),
         ("script: t.py\nresources: {num_gpus: two}\n", ["resources.num_gpus", "two"]),
+        (
+            'script: t.py\nresources: {num_nodes: "4:1"}\n'
+            "options: {grace: -1, bind_core_list: x, signals_to_handle: KILL}\n",
+            [
+                "resources.num_nodes: expected MIN:MAX, got '4:1'",
+                "options.grace: expected seconds, at least 0, got '-1'",
+                'options.bind_core_list: "x" is not a CPU number',
+                "options.signals_to_handle: SIGKILL cannot stop a job",
+            ],
+        ),
         ("script: t.py\nargs: {a: 1}\n", ["args: expected a list"]),
         ("script: t.py\nenvironment: [A]\n", ["environment: expected"]),
         ("script: [\n", ["not YAML"]),

@@ -46,32 +46,32 @@ ELSEWHERE = {
         "tests/job/test_run_local.py::test_stdout_and_stderr_stay_apart"
     ),
     "launch --num-gpus 2 examples/ddp.py": f"tests/docs/test_commands.py::{FIRST}",
-    "launch --num_gpus 2 examples/train_gpt.py --deepspeed examples/configs/zero2.json": (
+    "launch --num-gpus 2 examples/train_gpt.py --deepspeed examples/configs/zero2.json": (
         f"{TRAIN_GPT}::test_same_losses_on_this_machine_and_over_ssh"
     ),
     "launch --hostfile hostfiles/loopback examples/train_gpt.py --deepspeed examples/configs/zero2.json": (
         f"{TRAIN_GPT}::test_same_losses_on_this_machine_and_over_ssh"
     ),
-    "launch --num_gpus 2 examples/train_gpt.py --deepspeed examples/configs/zero3_offload.json": (
+    "launch --num-gpus 2 examples/train_gpt.py --deepspeed examples/configs/zero3_offload.json": (
         f"{TRAIN_GPT}::test_optimizer_and_parameters_in_host_memory"
     ),
-    "launch --num_gpus 2 examples/pipeline.py --deepspeed examples/configs/pipeline.json": (
+    "launch --num-gpus 2 examples/pipeline.py --deepspeed examples/configs/pipeline.json": (
         "tests/e2e/test_pipeline_example.py::test_two_stages_train"
     ),
-    "launch --num_gpus 8 examples/pipeline.py --deepspeed examples/configs/3d.json": (
+    "launch --num-gpus 8 examples/pipeline.py --deepspeed examples/configs/3d.json": (
         "tests/e2e/test_pipeline_example.py::test_three_axes_train_together"
     ),
-    "launch --num_gpus 2 examples/hf_trainer.py --deepspeed examples/configs/hf_zero2.json"
+    "launch --num-gpus 2 examples/hf_trainer.py --deepspeed examples/configs/hf_zero2.json"
     " --output_dir out --max_steps 20": TRAINER,
-    "launch --num_gpus 2 examples/hf_trainer.py --deepspeed examples/configs/hf_zero2.json"
+    "launch --num-gpus 2 examples/hf_trainer.py --deepspeed examples/configs/hf_zero2.json"
     " --output_dir runs/hf --max_steps 20": TRAINER,
-    "launch --num_gpus 2 examples/hf_no_trainer.py --zero-stage 3 --output model": (
+    "launch --num-gpus 2 examples/hf_no_trainer.py --zero-stage 3 --output model": (
         "tests/huggingface/evaluating_cases.py::case_example"
     ),
-    "launch --num_gpus 2 examples/hf_zero3_inference.py": (
+    "launch --num-gpus 2 examples/hf_zero3_inference.py": (
         "tests/huggingface/test_pretrained.py::test_the_example_answers_with_parameters_in_memory_and_on_disk"
     ),
-    "%%launch --num_gpus 2 --hostfile hosts -- --epochs 3": (
+    "%%launch --num-gpus 2 --hostfile hosts -- --epochs 3": (
         "tests/notebook/test_kernel.py::test_the_cell_magic_runs_the_cell_on_ranks"
     ),
     "accelerate launch --config_file accelerate.yaml train.py": (
@@ -192,7 +192,17 @@ def of_jobs(shown: Shown) -> bool:
 
 def test_every_page_with_commands_is_read() -> None:
     pages = {shown.page for shown in commands()}
-    assert {"README.md", "CONTRIBUTING.md", "launch.md", "tools.md", "options.md", "slurm.md", "guides.md"} < pages
+    assert {
+        "README.md",
+        "CONTRIBUTING.md",
+        "launch.md",
+        "output.md",
+        "failures.md",
+        "tools.md",
+        "options.md",
+        "slurm.md",
+        "guides.md",
+    } < pages
     assert len(RUN) > 90
 
 

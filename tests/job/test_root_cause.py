@@ -145,7 +145,7 @@ def test_a_rank_that_left_the_loop_before_the_others_is_named(tmp_path: Path) ->
         book = book_of(tmp_path, now_s, (node(), exited(1, 0, now_s - done_s)), (node(), failed))
         assert book.cause is not None
         assert book.cause.rank == 0
-        assert ("rank 1 had ended with 0 before" in (book.cause.hint or "")) == is_named
+        assert ("rank 1 had exited with 0 before" in (book.cause.hint or "")) == is_named
 
 
 @pytest.mark.parametrize(("kind", "message"), OWN)

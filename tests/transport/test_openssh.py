@@ -239,7 +239,7 @@ def test_without_ssh_the_error_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     (tmp_path / "config").touch()
     monkeypatch.setenv("PATH", str(tmp_path))
     assert "ssh cannot be started: No such file" in refusal(tmp_path / "config")
-    with pytest.raises(TransportError, match=r"ssh, which evaluates the SSH config, cannot be started.*-F none"):
+    with pytest.raises(TransportError, match=r"ssh, which evaluates .*, cannot be started.*--ssh-config none"):
         Targets(SshOptions(ssh_config=tmp_path / "config")).of(HOST)
     assert Targets(SshOptions(ssh_config=Path("none"))).of(HOST).port == 22, "without a config nobody is asked"
 

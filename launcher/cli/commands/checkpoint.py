@@ -12,11 +12,11 @@ import click
 
 from launcher.base.errors import CheckpointError, UsageError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.fields import Whole
 from launcher.base.units import counted, format_bytes, format_count, printable
 from launcher.cli.commands.checkpoint_tools import COMMANDS
 from launcher.cli.console.streams import show_table
-from launcher.cli.options.command import Command
-from launcher.cli.options.types import Whole
+from launcher.cli.options.command import Command, Number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -120,8 +120,8 @@ def verify(ctx: click.Context, path: Place, as_json: bool) -> None:
 
 @checkpoint_group.command("prune", cls=Command, epilog=_PRUNE_EPILOG, short_help="Remove old checkpoints, leftovers.")
 @click.argument("path", metavar="DIR", type=_Folder())
-@click.option("--keep-last", type=Whole(1), metavar="N", help="Keep the N newest. Default: all.")
-@click.option("--keep-every", type=Whole(1), metavar="K", help="Keep those whose step is a multiple of K, too.")
+@click.option("--keep-last", type=Number(Whole(1)), metavar="N", help="Keep the N newest. Default: all.")
+@click.option("--keep-every", type=Number(Whole(1)), metavar="K", help="Keep those whose step is a multiple of K, too.")
 @click.option("--dry-run", is_flag=True, help="Print what would be removed and stop.")
 def prune(path: Place, keep_last: int | None, keep_every: int | None, dry_run: bool) -> None:
     """Remove what is not to be kept of the checkpoints in DIR, and what saves that were killed left behind.

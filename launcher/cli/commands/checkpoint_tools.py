@@ -9,8 +9,7 @@ from collections.abc import Mapping, Sequence
 import click
 
 from launcher.base.errors import UsageError
-from launcher.cli.options.command import Command, option
-from launcher.cli.options.types import files
+from launcher.cli.options.command import Command, files, option
 from launcher.transport.command import own_argv
 
 _TO_FP32_EPILOG = """\b

@@ -12,8 +12,9 @@ import click
 
 from launcher.base.errors import ConfigError, did_you_mean, nearest
 from launcher.base.exit_codes import ExitCode
+from launcher.base.fields import Whole
 from launcher.base.units import counted, printable
-from launcher.cli.options.types import Whole
+from launcher.cli.options.command import Number
 
 if TYPE_CHECKING:
     from launcher.config.reference import KeyFacts
@@ -30,12 +31,12 @@ def config_group() -> None:
 @click.argument("file")
 @click.option(
     "--world-size",
-    type=Whole(1),
+    type=Number(Whole(1)),
     help="Ranks: checks the batch equation too.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print findings as JSON.")
 def check(file: str, world_size: int | None, as_json: bool) -> None:
-    """Say everything that is wrong with FILE, each with its place, and what it leaves open. Exit code 0 or 2."""
+    """Show everything that is wrong with FILE, each with its place, and what it leaves open. Exit code 0 or 2."""
     from launcher.config.auto import left_open
     from launcher.config.load import load_config
 
@@ -104,7 +105,7 @@ def elastic(file: str, as_json: bool) -> None:
 @click.argument("key")
 @click.option("--json", "as_json", is_flag=True, help="Print facts as JSON.")
 def explain(key: str, as_json: bool) -> None:
-    """Say what KEY means: type, default, meaning, status. KEY is a path such as zero_optimization.stage, or its end."""
+    """Explain KEY: type, default, meaning, status. KEY is a path such as zero_optimization.stage, or its end."""
     from launcher.config.reference import all_keys
 
     keys = all_keys()

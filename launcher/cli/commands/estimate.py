@@ -12,10 +12,10 @@ import click
 
 from launcher.base.errors import Diagnostic, UsageError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.fields import Whole
 from launcher.base.units import parse_bytes
 from launcher.cli.console import streams
-from launcher.cli.options.command import declared, option
-from launcher.cli.options.types import Whole, files
+from launcher.cli.options.command import Number, declared, files, option
 
 if TYPE_CHECKING:
     from launcher.config.schema import Config
@@ -157,14 +157,14 @@ class EstimateOptions:
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     option(
         "--num-gpus", also=("--gpus-per-node", "--nproc-per-node"),
-        type=Whole(1, 1024), default=1, help="Ranks on each node. Default: 1.",
+        type=Number(Whole(1, 1024)), default=1, help="Ranks on each node. Default: 1.",
     ),
-    option("--num-nodes", also=("--nnodes", "--nnode"), type=Whole(1, 10**5), default=1, help="Default: 1."),
+    option("--num-nodes", also=("--nnodes", "--nnode"), type=Number(Whole(1, 10**5)), default=1, help="Default: 1."),
     click.option(
         "--config", "--deepspeed", metavar="FILE",
         help="Engine config: stage, precision, offload, optimizer and micro-batch are taken from it.",
     ),
-    click.option("--stage", type=Whole(0, 3), help="Show this ZeRO stage only. Default: all."),
+    click.option("--stage", type=Number(Whole(0, 3)), help="Show this ZeRO stage only. Default: all."),
     click.option(
         "--precision", type=click.Choice(["fp32", "bf16", "fp16"]), help="Default: the config's; without one bf16."
     ),
@@ -173,9 +173,11 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--offload-param", type=_PLACES, help="Where parameters are kept between uses (stage 3)."),
     click.option("--16bit-master", "has_16bit_master", is_flag=True, help="No fp32 master weights and gradients."),
     click.option("--16bit-states", "has_16bit_states", is_flag=True, help="Optimizer states in bf16, with bf16."),
-    click.option("--batch", "--micro-batch", type=Whole(1, 10**6), help="Sequences in a micro-batch. Default: 1."),
     click.option(
-        "--seq", type=Whole(1, 10**8), help=f"Tokens in a sequence. Default: {_DEFAULT_LENGTH} or less."
+        "--batch", "--micro-batch", type=Number(Whole(1, 10**6)), help="Sequences in a micro-batch. Default: 1."
+    ),
+    click.option(
+        "--seq", type=Number(Whole(1, 10**8)), help=f"Tokens in a sequence. Default: {_DEFAULT_LENGTH} or less."
     ),
     click.option("--checkpointing", "--activation-checkpointing", is_flag=True, help="Blocks recompute activations."),
     click.option(
@@ -183,10 +185,10 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Whether attention keeps its scores (eager). Default: fused.",
     ),
     click.option("--dropout", is_flag=True, help="Count the masks of dropout."),
-    click.option("--layers", type=Whole(1, 10**5), help="Number of blocks, if the model does not say."),
-    click.option("--hidden", type=Whole(1, 10**6), help="Hidden size, if the model does not say."),
-    click.option("--heads", type=Whole(1, 10**5), help="Attention heads, if the model does not say."),
-    click.option("--vocab", type=Whole(1, 10**8), help="Size of the vocabulary, if the model does not say."),
+    click.option("--layers", type=Number(Whole(1, 10**5)), help="Number of blocks, if the model does not say."),
+    click.option("--hidden", type=Number(Whole(1, 10**6)), help="Hidden size, if the model does not say."),
+    click.option("--heads", type=Number(Whole(1, 10**5)), help="Attention heads, if the model does not say."),
+    click.option("--vocab", type=Number(Whole(1, 10**8)), help="Size of the vocabulary, if the model does not say."),
     click.option("--largest", callback=_count, metavar="COUNT", help="Of the largest layer, if MODEL is a count."),
     click.option("--gpu-memory", callback=_size, metavar="SIZE", help="Memory of one GPU: shows what fits."),
     click.option("--cpu-memory", callback=_size, metavar="SIZE", help="Memory of one node: shows what fits."),

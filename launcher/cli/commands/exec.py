@@ -13,12 +13,12 @@ import click
 
 from launcher.base.errors import UsageError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.fields import Seconds
 from launcher.base.folders import working_folder
 from launcher.base.units import format_bytes, printable
 from launcher.cli.console.streams import say_waiting
-from launcher.cli.options.command import Command
+from launcher.cli.options.command import Command, Number, files
 from launcher.cli.options.selection import HostOptions, host_options
-from launcher.cli.options.types import Seconds, files
 from launcher.cluster.nodeset import fold, fold_findings
 from launcher.hosts.fanout import Fanout, Listener
 from launcher.hosts.session import Held, HostResult, Task
@@ -44,7 +44,7 @@ examples:
 )
 @host_options
 @click.option(
-    "--timeout", "timeout_s", type=Seconds(0), metavar="S", help="Stop COMMAND after S seconds. Default: never."
+    "--timeout", "timeout_s", type=Number(Seconds(0)), metavar="S", help="Stop COMMAND after S seconds. Default: never."
 )
 @click.option(
     "--supervise",

@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from launcher.base.fields import Seconds
 from launcher.base.units import format_bytes, parse_bytes
-from launcher.cli.options.types import Seconds
+from launcher.cli.options.command import Number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -42,7 +43,7 @@ def _size(_ctx: click.Context, _param: click.Parameter, value: str) -> int:
     help="Bytes on the disk, larger than its caches. Default: 1GiB.",
 )  # fmt: skip
 @click.option(
-    "--seconds", type=Seconds(1.0), default=20.0, help="How long it may take, more on a slow disk. Default: 20."
+    "--seconds", type=Number(Seconds(1.0)), default=20.0, help="How long it may take, more on a slow disk. Default: 20."
 )
 @click.option("--json", "as_json", is_flag=True, help="Print what was measured as JSON.")
 def io(folder: str, size_bytes: int, seconds: float, as_json: bool) -> None:

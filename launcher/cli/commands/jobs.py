@@ -1,4 +1,4 @@
-"""`launch ps`, `launch logs` and `launch kill`: find a job again, read it, end it."""
+"""`launch ps`, `launch logs`, `launch stacks` and `launch kill`: find a job again, read it, end it."""
 
 from __future__ import annotations
 
@@ -13,18 +13,22 @@ import socket
 import sys
 import time
 from datetime import date, datetime
+from pathlib import Path
 
 import click
 from click.shell_completion import CompletionItem
 
 from launcher.base.errors import LauncherError, UsageError
+from launcher.base.fields import Whole
 from launcher.base.processes import members_of_job, sweep_job
 from launcher.base.timeouts import timeouts
-from launcher.base.units import format_duration
+from launcher.base.units import format_duration, printable
 from launcher.cli.console.lines import MixedLines
 from launcher.cli.console.streams import say_waiting, show_table
-from launcher.cli.options.types import Whole
+from launcher.cli.options.command import Number
 from launcher.cluster.nodeset import fold
+from launcher.fleet.signals import STACKS_SIGNAL
+from launcher.job.hang import group_by_stack
 from launcher.plan.plan import DEFAULT_LEASE_S
 from launcher.registry.log_reader import LogReader
 from launcher.registry.registry import JobEntry, all_jobs, find_job, process_identity, send_signal
@@ -43,6 +47,12 @@ _KILL_EPILOG = """\b
 examples:
   launch kill calm-otter-4f2a
   launch kill --now calm
+"""
+
+_STACKS_EPILOG = """\b
+examples:
+  launch stacks calm-otter-4f2a
+  launch stacks --all calm
 """
 
 
@@ -103,11 +113,11 @@ def _row(entry: JobEntry, state: str) -> tuple[str, ...]:
 @job_argument
 @click.option(
     "--rank",
-    type=Whole(0),
+    type=Number(Whole(0)),
     help="This rank only, as it was written. Default: all ranks, each line prefixed with [rank].",
 )
 @click.option("-f", "--follow", is_flag=True, help="Continue until the job ends.")
-@click.option("--tail", "num_lines", type=Whole(0), metavar="N", help="Start with the last N lines of a rank.")
+@click.option("--tail", "num_lines", type=Number(Whole(0)), metavar="N", help="Start with the last N lines of a rank.")
 def logs(job: str, rank: int | None, follow: bool, num_lines: int | None) -> None:
     """Show what the ranks of JOB wrote. JOB is an id of `launch ps`, or the beginning of one."""
     entry = find_job(job)
@@ -204,3 +214,58 @@ def _sweep(entry: JobEntry) -> None:
         click.echo(
             f"on other hosts its ranks end with their lease, after {DEFAULT_LEASE_S:.0f} s unless --lease says else"
         )
+
+
+@click.command("stacks", epilog=_STACKS_EPILOG)
+@job_argument
+@click.option(
+    "--all", "shows_all", is_flag=True, help="Every rank's stack trace. Default: ranks with identical ones are grouped."
+)
+def stacks(job: str, shows_all: bool) -> None:
+    """Print the Python stack traces of all ranks of JOB, which continues. JOB is an id of `launch ps`, or its start."""
+    entry = find_job(job)
+    if entry.state == "elsewhere":
+        raise UsageError(
+            f"the launcher of {entry.job_id} runs on {entry.machine}", hint=f"there: launch stacks {entry.job_id}"
+        )
+    if entry.state != "running":
+        raise UsageError(f"{entry.job_id} has ended", hint=f"what its ranks wrote: launch logs {entry.job_id}")
+    folder = Path(entry.run_folder)
+    before = _stacks_files(folder)
+    if not send_signal(entry, STACKS_SIGNAL):
+        raise UsageError(f"{entry.job_id} has just ended", hint=f"launch logs {entry.job_id}")
+    text = _wait_for_stacks(folder, before)
+    if shows_all:
+        click.echo(printable(text))
+        return
+    for ranks, stack in group_by_stack(text):
+        click.echo(click.style(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:", bold=True))
+        click.echo(printable(stack))
+
+
+def _stacks_files(folder: Path) -> dict[Path, tuple[int, int]]:
+    """Return what tells each file of stacks from one that takes its place later, whatever the clock says by then.
+
+    A restart of the job has a folder of its own inside the run's.
+    """
+    found = {}
+    for path in (folder / "stacks.txt", *folder.glob("restart_*/stacks.txt")):
+        with contextlib.suppress(OSError):
+            status = path.stat()
+            found[path] = (status.st_ino, status.st_mtime_ns)
+    return found
+
+
+def _wait_for_stacks(folder: Path, before: dict[Path, tuple[int, int]]) -> str:
+    """Return what the launcher writes now."""
+    deadline = time.monotonic() + timeouts().stacks_command_s
+    while time.monotonic() < deadline:
+        for path, version in _stacks_files(folder).items():
+            if before.get(path) != version:
+                return path.read_text()
+        time.sleep(_POLL_S)
+    raise LauncherError(
+        f"no stacks after {timeouts().stacks_command_s:g} s",
+        where=str(folder),
+        hint="is its disk full? see the launcher's own output",
+    )

@@ -15,7 +15,6 @@ from launcher.cli.options.accepted import NOTES
 from launcher.cli.options.command import Command, Option, spelled
 from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, default_hostfile
 from launcher.cli.options.run import read_options, run_options
-from launcher.cluster.cluster import NodeRange
 from launcher.schedulers.detect import Allocation, SchedulerNode, StartedByHand, detect
 from launcher.schedulers.rank import SchedulerRank
 
@@ -92,8 +91,6 @@ def _is_chosen(values: dict[str, Any]) -> bool:
 def _as_node(values: dict[str, Any], node: SchedulerNode) -> dict[str, Any]:
     """Return the values with what a scheduler says of this machine's part in a job; the command line wins."""
     found = {name: value for name, value in node.options().items() if value is not None and values[name] is None}
-    if "num_nodes" in found:
-        found["num_nodes"] = NodeRange(node.num_nodes, node.num_nodes)
     return values | found
 
 

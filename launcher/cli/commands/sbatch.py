@@ -14,12 +14,10 @@ import click
 
 from launcher.base.errors import LauncherError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode
-from launcher.base.fields import filled
+from launcher.base.fields import Whole, filled
 from launcher.base.folders import working_folder
 from launcher.base.timeouts import timeouts
-from launcher.base.units import printable
-from launcher.cli.options.command import declared
-from launcher.cli.options.types import Whole
+from launcher.cli.options.command import Number, declared
 from launcher.slurm.lint import lint_script
 from launcher.slurm.queue import JobState, JobWatch, poll_intervals, refresh, submit
 from launcher.slurm.script import Sbatch, job_name_of, render_script
@@ -28,10 +26,10 @@ _READ_INTERVAL_S = 1.0  # of the log
 _READ_BYTES = 1 << 16
 _BATCH_OPTIONS = (
     click.option("-J", "--job-name", help="Default: the script's name."),
-    click.option("-N", "--nodes", type=Whole(1), default=1, help="Default: 1."),
+    click.option("-N", "--nodes", type=Number(Whole(1)), default=1, help="Default: 1."),
     click.option("--gpus-per-node", metavar="[TYPE:]N", help="GPUs of each node, one rank each."),
     click.option("--gres", metavar="LIST", help="Other resources of each node, such as nvme:1, or its GPUs: gpu:8."),
-    click.option("-c", "--cpus-per-task", type=Whole(1), metavar="N", help="CPUs of each node."),
+    click.option("-c", "--cpus-per-task", type=Number(Whole(1)), metavar="N", help="CPUs of each node."),
     click.option("-t", "--time", metavar="D-HH:MM:SS", help="Time limit."),
     click.option("-o", "--output", metavar="FILE", help="Log of the job. Default: %x-%j.out."),
     click.option("-e", "--error", metavar="FILE", help="Log of stderr. Default: in the same file as stdout."),
@@ -65,7 +63,7 @@ _BATCH_OPTIONS = (
 @declared(_BATCH_OPTIONS)
 @click.option("--launch-args", default="", metavar="TEXT", help='Options of `launch run`, such as "--grace 30".')
 @click.option("--template", type=click.Path(path_type=Path), metavar="FILE", help="A Jinja2 template of your own.")
-@click.option("--chain", type=Whole(1), default=1, metavar="N", help="Submit N jobs, one after the other.")
+@click.option("--chain", type=Number(Whole(1)), default=1, metavar="N", help="Submit N jobs, one after the other.")
 @click.option("--submit", "submits", is_flag=True, help="Submit the script and print the number of the job.")
 @click.option("--follow", is_flag=True, help="Submit, then show the log until the job ends; its exit code is ours.")
 @click.option("--lint", "lint_file", metavar="FILE", help="Explain the mistakes of a batch script and stop.")
@@ -78,7 +76,8 @@ def sbatch(ctx: click.Context, /, **values: Any) -> None:
     Inside the job `launch` takes nodes and GPUs from Slurm. The number of tasks on each node is always 1.
     """
     if values["lint_file"] is not None:
-        ctx.exit(_lint(values["lint_file"]))
+        _lint(values["lint_file"])
+        return
     if values["script"] is None:
         raise UsageError("SCRIPT is missing", hint="launch sbatch [OPTIONS] SCRIPT [ARGS]...")
     follow, chain = values["follow"], values["chain"]
@@ -112,8 +111,8 @@ def _parsed_run(ctx: click.Context, words: list[str]) -> dict[str, Any]:
 
     try:
         return run.make_context("run", words, parent=ctx.parent).params
-    except click.ClickException as error:
-        found = as_usage_error(error).diagnostics[0]
+    except (click.ClickException, UsageError) as error:
+        found = (error if isinstance(error, UsageError) else as_usage_error(error)).diagnostics[0]
         raise UsageError(
             found.message, where=f"--launch-args: {found.where or ''}".rstrip(": "), hint=found.hint
         ) from None
@@ -143,19 +142,16 @@ def _submit_chain(text: str, length: int, options: Sbatch) -> int:
     return first
 
 
-def _lint(path: str) -> int:
+def _lint(path: str) -> None:
+    """Raises: UsageError with every mistake."""
     try:
         text = Path(path).read_bytes().decode("utf-8", "replace")  # line ends as they are
     except OSError as error:
         raise UsageError(f"the script cannot be read: {error.strerror}", where=path) from None
     findings = lint_script(text, path, Path(working_folder()))
-    for finding in findings:
-        mark = "" if finding.is_error else "! "
-        click.echo(printable(f"{mark}{finding.where}: {finding.message}\n  → {finding.hint}"), err=True)
-    has_errors = any(finding.is_error for finding in findings)
-    if not has_errors:
-        click.echo(f"{path}: ok")
-    return int(ExitCode.USAGE if has_errors else ExitCode.OK)
+    if findings:
+        raise UsageError.from_diagnostics(findings)
+    click.echo(f"{path}: ok")
 
 
 def _follow(job_id: int) -> int:

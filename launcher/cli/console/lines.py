@@ -140,7 +140,7 @@ class ShownOutput:
         self._tails: dict[int, tuple[bytes, int]] = {}  # and the number of lines when it was shown
 
     def add(self, rank: int, data: bytes) -> None:
-        """Note that a rank's bytes were shown."""
+        """Record that a rank's bytes were shown."""
         self._num_lines += data.count(b"\n")
         tail, _ = self._tails.get(rank, (b"", 0))
         self._tails[rank] = ((tail + data[-_TAIL_BYTES:])[-_TAIL_BYTES:], self._num_lines)

@@ -39,7 +39,7 @@ class _Trail:
         return b"".join(self._colors)
 
     def follow(self, data: bytes) -> None:
-        """Note the end of some output, not empty."""
+        """Record the end of some output, not empty."""
         self.is_open = data.endswith(b"\r")
         self.is_inside = not data.endswith((b"\r", b"\n"))
         if b"\x1b" not in data:

@@ -1,4 +1,4 @@
-"""How the options of our commands are declared, spelled and listed.
+"""How the options of our commands are declared, spelled, read and listed.
 
 An option has one spelling that is shown, in kebab-case. `_` stands for `-` in whatever a user types (`spelled`), which
 is DeepSpeed's way; other launchers' names for it are accepted, and listed in docs/options.md only.
@@ -6,11 +6,17 @@ is DeepSpeed's way; other launchers' names for it are accepted, and listed in do
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import signal
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+
+from launcher.base.errors import UsageError, did_you_mean
+from launcher.base.fields import Limit, Seconds, named, naming, option_of
+from launcher.plan.request import check_signals
 
 if TYPE_CHECKING:
     from click.shell_completion import CompletionItem
@@ -86,6 +92,12 @@ class Command(click.Command):
         super().__init__(*args, **attributes)
         self._details = details
 
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        # From now on errors call a field what the option is called that fills it.
+        spellings = {one.name: one.spelling for one in self.params if isinstance(one, Option)}
+        naming.set(lambda name: spellings.get(name) or option_of(name))
+        return super().parse_args(ctx, args)
+
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:
         params = super().get_params(ctx)
         return [*params, self._help_all()] if self._details else params
@@ -119,3 +131,56 @@ class Command(click.Command):
         for heading in sorted(set(rows).difference(hidden), key=place_of):
             with formatter.section(heading):
                 formatter.write_dl(rows[heading])
+
+
+# ---- Types: each reads its text once, into the value that the code works with ----
+
+
+class Number(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
+    """What a limit allows: a whole number, or seconds."""
+
+    def __init__(self, limit: Limit) -> None:
+        self._limit = limit
+        self.name = "seconds" if isinstance(limit, Seconds) else "n"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        with contextlib.suppress(TypeError, ValueError):
+            number = self._limit.of(value)
+            if self._limit.allows(number):
+                return number
+        self.fail(f"expected {self._limit}, got {str(value)!r:.80}", param, ctx)
+
+
+class Ranks(Number):
+    """A number of ranks, or torchrun's words for one: `gpu`, `cpu`, `auto`; other devices are `gpu`, too."""
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        return super().convert("gpu" if value in ("xpu", "npu") else value, param, ctx)
+
+
+def core_list(text: str) -> tuple[int, ...]:
+    """Read CPUs: 0-15,32. Raises: UsageError."""
+    from launcher.cluster.cores import parse_core_list
+
+    return parse_core_list(str(text))
+
+
+def signal_list(text: str) -> tuple[int, ...]:
+    """Read names of signals, separated by commas, with or without SIG. Raises: UsageError."""
+    known = signal.Signals.__members__
+    found: list[int] = []
+    for name in filter(None, (part.strip().upper() for part in str(text).split(","))):
+        name = name if name.startswith("SIG") else f"SIG{name}"
+        if name not in known:
+            hint = did_you_mean(name, known)
+            raise UsageError(f"there is no signal {name}", where=named("stop_signals"), hint=hint)
+        found.append(int(known[name]))
+    check_signals(found)
+    return tuple(found)
+
+
+def files(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Let the shell complete the names of files: for arguments that are another program's."""
+    from click.shell_completion import CompletionItem
+
+    return [CompletionItem(incomplete, type="file")]

@@ -12,9 +12,8 @@ import click
 
 from launcher.base import env
 from launcher.base.fields import filled
-from launcher.cli.options.command import under
-from launcher.cli.options.types import Nodes, Whole
-from launcher.cluster.cluster import MAX_EXPANSION
+from launcher.cli.options.command import Number, under
+from launcher.plan.request import LIMITS, node_range
 from launcher.transport.ssh.options import WAYS, SshOptions
 
 DEFAULT_HOSTFILE = "/job/hostfile"
@@ -51,7 +50,7 @@ HOST_CHOICE = (
     _hosts(
         "--num-nodes",
         also=("--nnodes", "--nnode", "--num-machines"),
-        type=Nodes(1, MAX_EXPANSION),
+        type=node_range,
         metavar="N|MIN:MAX",
         help="Use the first N hosts; MIN:MAX: as many as there are, and restart with at least MIN.",
     ),
@@ -67,7 +66,7 @@ REACHING = (
         help="SSH client: paramiko (in this process) or openssh (the system's ssh). Default: auto, which is openssh"
         " where the SSH config needs it.",
     ),
-    _ssh("--ssh-port", type=Whole(1, 65535), help="SSH port. Default: that of the SSH config, else 22."),
+    _ssh("--ssh-port", type=Number(LIMITS["ssh_port"]), help="SSH port. Default: that of the SSH config, else 22."),
     _ssh(
         "-F",
         "--ssh-config",

@@ -31,16 +31,10 @@ _NOT_IN_A_FILE = ("script", "script_args", "env", "dry_run", "as_json")
 
 def with_job_file(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of the job file `script` under those given on the command line. Raises: UsageError."""
-    from_file = read_job_file(Path(values["script"]), ctx.command)
-    if values["script_args"]:
-        from_file["script_args"] = (*from_file["script_args"], *values["script_args"])
-    from_file["env"] = (*from_file["env"], *values["env"])
-    merged = dict(values)
-    for name, value in from_file.items():
-        is_ours = name in ("script", "script_args", "env")
-        if is_ours or ctx.get_parameter_source(name) is ParameterSource.DEFAULT:
-            merged[name] = value
-    return merged
+    found = read_job_file(Path(values["script"]), ctx.command)
+    given = {name for name in found if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    joined = {name: (*found[name], *values[name]) for name in ("script_args", "env")}
+    return values | {name: found[name] for name in found.keys() - given} | joined | {"script": found["script"]}
 
 
 def read_job_file(path: Path, command: click.Command) -> dict[str, Any]:
@@ -130,8 +124,11 @@ def _options(
             if parameter.multiple and isinstance(given, str):
                 given = [given]
             values[parameter.name] = parameter.type_cast_value(context, given)
+        except UsageError as error:
+            found = error.diagnostics[0]
+            problems.append(Diagnostic(f"{section}.{key}: {found.message}", str(path), found.hint))
         except (click.ClickException, TypeError, ValueError) as error:
-            shown = error.format_message() if isinstance(error, click.ClickException) else str(error)
+            shown = error.message if isinstance(error, click.ClickException) else str(error)
             problems.append(Diagnostic(f"{section}.{key}: {shown}", str(path)))
     return values
 

@@ -2,13 +2,50 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import click
 
 from launcher.cli.options.command import under
 from launcher.cli.options.hosts import note_debugging
-from launcher.cli.options.types import NO_STREAMS, StreamSpec, streams, whole_list
+
+
+@dataclass(frozen=True)
+class StreamSpec:
+    """Streams of local ranks, as torchrun's --redirects and --tee name them: bit 1 is stdout, bit 2 stderr."""
+
+    every: int = 0  # of every rank
+    by_local_rank: Mapping[int, int] = field(default_factory=dict)  # in place of `every`
+
+    def has(self, local_rank: int, stream: str) -> bool:
+        """Whether a rank's "stdout" or "stderr" is among them."""
+        return bool(self.by_local_rank.get(local_rank, self.every) & (1 if stream == "stdout" else 2))
+
+
+NO_STREAMS = StreamSpec()
+
+
+def streams(text: str) -> StreamSpec:
+    """Read which streams: 0 to 3 for all ranks, or LOCAL_RANK:0..3 for some."""
+    if text in ("0", "1", "2", "3"):
+        return StreamSpec(int(text))
+    found: dict[int, int] = {}
+    for part in str(text).split(","):
+        local_rank, _, bits = part.strip().partition(":")
+        if not (local_rank.isascii() and local_rank.isdigit() and bits in ("0", "1", "2", "3")):
+            raise click.BadParameter(f"expected 0 to 3, or such as 0:1,1:3 by local rank, got {str(text)!r:.80}")
+        found[int(local_rank)] = int(bits)
+    return StreamSpec(0, found)
+
+
+def whole_list(text: str) -> tuple[int, ...]:
+    """Read whole numbers, separated by commas."""
+    parts = [part.strip() for part in str(text).split(",")]
+    if not all(part.isascii() and part.isdigit() for part in parts):
+        raise click.BadParameter(f"expected whole numbers such as 0,1, got {text!r:.80}")
+    return tuple(map(int, parts))
+
 
 LOG_LEVELS = ("debug", "info", "warning", "error", "critical")
 _output = under("Output")

@@ -17,15 +17,13 @@ from launcher.base import env
 from launcher.base.errors import UsageError
 from launcher.base.fields import filled
 from launcher.cli.options.accepted import ACCEPTED, with_endpoint
-from launcher.cli.options.command import declared, under
+from launcher.cli.options.command import Number, Ranks, core_list, declared, files, signal_list, under
 from launcher.cli.options.hosts import HOST_CHOICE, REACHING, ssh_options
 from launcher.cli.options.output import OUTPUT, OutputOptions
-from launcher.cli.options.types import Ranks, Seconds, Whole, core_list, files, resume_from, signal_list
-from launcher.cluster.cluster import MAX_SLOTS
 from launcher.compat import AUTO as AUTO_ENGINE
 from launcher.compat import ENGINES
 from launcher.plan.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, Command
-from launcher.plan.request import DEFAULT_LOG_DIR, Request
+from launcher.plan.request import DEFAULT_LOG_DIR, LIMITS, Request, resume_from
 from launcher.transport.ssh.options import SshOptions
 
 _ranks, _hosts, _failure, _output = map(under, ("Ranks", "Hosts", "Failure", "Output"))
@@ -38,7 +36,7 @@ _OPTIONS = (
     _hosts(
         "--node-rank",
         also=("--machine-rank",),
-        type=Whole(0),
+        type=Number(LIMITS["node_rank"]),
         help="Start the ranks of this node only: every node runs its own command.",
     ),
     _hosts(
@@ -52,7 +50,7 @@ _OPTIONS = (
     _ranks(
         "--num-gpus",
         also=("--num-accelerators", "--nproc-per-node"),
-        type=Ranks(1, MAX_SLOTS),
+        type=Ranks(LIMITS["num_gpus"]),
         metavar="N|gpu|cpu|auto",
         help="Ranks on each host: a number, gpu (all GPUs), cpu (one for each CPU core) or auto. Default: one for each"
         " slot or GPU; without GPUs 1.",
@@ -66,7 +64,7 @@ _OPTIONS = (
     _ranks(
         "--master-port",
         also=("--main-process-port",),
-        type=Whole(1, 65535),
+        type=Number(LIMITS["master_port"]),
         help="Port on node 0. Default: a free one; needed with --node-rank or --no-ssh on several nodes.",
     ),
     _ranks("-m", "--module", is_flag=True, help="SCRIPT is a module, as in python -m."),
@@ -101,7 +99,7 @@ _OPTIONS = (
         "--grace",
         "grace_s",
         also=("--shutdown-timeout",),
-        type=Seconds(0),
+        type=Number(LIMITS["grace_s"]),
         metavar="S",
         default=DEFAULT_GRACE_S,
         help=f"Seconds to wait after SIGTERM before SIGKILL. Default: {DEFAULT_GRACE_S:g}.",
@@ -110,20 +108,20 @@ _OPTIONS = (
         "--heartbeat-timeout",
         "--lease",
         "lease_s",
-        type=Seconds(2),
+        type=Number(LIMITS["lease_s"]),
         metavar="S",
         default=DEFAULT_LEASE_S,
         help=f"Seconds without a heartbeat of another host before it is lost. Default: {DEFAULT_LEASE_S:g}.",
     ),
     _failure(
         "--max-restarts",
-        type=Whole(0),
+        type=Number(LIMITS["max_restarts"]),
         default=0,
         help="Restart the job after a failure, up to N times. Default: 0.",
     ),
     _failure(
         "--min-nodes",
-        type=Whole(1),
+        type=Number(LIMITS["min_nodes"]),
         help="Restart without lost hosts if at least N are left. Default: all are needed.",
     ),
     _failure(
@@ -136,7 +134,7 @@ _OPTIONS = (
     _failure(
         "--hang-timeout",
         "hang_timeout_s",
-        type=Seconds(0, min_open=True),
+        type=Number(LIMITS["hang_timeout_s"]),
         metavar="S",
         help="Stop the job when a rank makes no progress for S seconds. Default: never.",
     ),

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from launcher.base.errors import HostfileError, TransportError
+from launcher.base.fields import named
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.cluster.nodeset import parse_address
@@ -351,7 +352,8 @@ def _settings(words: tuple[str, ...], name: str, timeout_s: float | None) -> Ans
         raise TransportError(
             f"ssh, which evaluates the SSH config, cannot be started: {error.strerror}",
             where=name,
-            hint="install OpenSSH's client here; or -F none --ssh paramiko does without it, and without a config",
+            hint=f"install OpenSSH's client here; or {named('ssh_config')} none {named('ssh')} paramiko does without"
+            " it, and without a config",
         ) from None
     if done.returncode:
         lines = done.stderr.strip().splitlines()  # the last one says how many mistakes there are

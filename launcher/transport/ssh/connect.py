@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from launcher.base.errors import Diagnostic, TransportError
+from launcher.base.fields import named
 from launcher.transport.ssh import library
 from launcher.transport.ssh.config import ALGORITHMS, SshTarget
 from launcher.transport.ssh.known_hosts import (
@@ -200,7 +201,9 @@ def _start(target: SshTarget, sock: socket.socket | paramiko.Channel, known: lis
     if not all(ours.values()):
         unusable = next(name for name, names in ours.items() if not names)
         connection.close()
-        _fail(target, f"none of {unusable} of the SSH config is known to paramiko", "leave out --ssh paramiko")
+        _fail(
+            target, f"none of {unusable} of the SSH config is known to paramiko", f"leave out {named('ssh')} paramiko"
+        )
     security.kex, security.digests = ours["KexAlgorithms"], ours["MACs"]
     # First those that check a packet themselves: paramiko compares digests byte by byte, in Python.
     security.ciphers = sorted(ours["Ciphers"], key=lambda name: "-gcm@" not in name)
@@ -267,13 +270,13 @@ def _verify(target: SshTarget, connection: paramiko.Transport, known: list[Known
 def _refuse(target: SshTarget, finding: HostKeyFinding, shown: str) -> NoReturn:
     """Say why a host key is not accepted. shown: its type and fingerprint."""
     known, problem = finding.key, "host key of {t.login} is not known"
-    record = "let launch record the keys of new hosts with --accept-new-host-keys"
+    record = f"let launch record the keys of new hosts with {named('accept_new_host_keys')}"
     if known is None:
         accept = "compare the fingerprint and accept the key with: {t.ssh_command} true"
         # Of several hosts no single key can be shown.
         _fail(target, problem, f"{accept}; or, on a network you trust, {record}", only_here=f" ({shown})")
     if finding.verdict is Verdict.UNKNOWN:  # OpenSSH is content with the certificate and records nothing
-        problem += ": {authority} trusts an authority, but host certificates need --ssh openssh"
+        problem += f": {{authority}} trusts an authority, but host certificates need {named('ssh')} openssh"
         _fail(target, problem, f"on a network you trust, {record}", authority=f"{known.file}:{known.line}")
     place = f"{known.file}:{known.line}"
     if finding.verdict is Verdict.REVOKED:
@@ -380,7 +383,7 @@ class _Tries:
         names = [*self._target.only_openssh]
         if self._target.allows_gssapi and not are_keys_refused:
             names.append("GSSAPIAuthentication")
-        self.problems += [f"{name} of the SSH config needs --ssh openssh" for name in names]
+        self.problems += [f"{name} of the SSH config needs {named('ssh')} openssh" for name in names]
 
 
 def _fail(

@@ -16,6 +16,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from launcher.base.errors import Diagnostic, TransportError
+from launcher.base.fields import named
 from launcher.cluster.cluster import Host
 from launcher.transport.api import StderrTail
 from launcher.transport.ssh import library
@@ -63,7 +64,7 @@ class SshTransport:
                 raise TransportError(
                     f"ProxyCommand of the SSH config for {hop.name} needs the system's ssh",
                     where=host.name,
-                    hint="leave out --ssh paramiko, or use ProxyJump",
+                    hint=f"leave out {named('ssh')} paramiko, or use ProxyJump",
                 )
         target = route[-1]
         session = self._open_session(route)

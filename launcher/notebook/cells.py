@@ -1,4 +1,7 @@
-"""`%launch SCRIPT` and `%%launch`: the command line in a cell, with live output and a working interrupt."""
+"""What a cell starts on ranks: a function by `run`, a script by `%launch`, itself by `%%launch`.
+
+Output appears in the cell as it comes, and the interrupt button ends all ranks.
+"""
 
 from __future__ import annotations
 
@@ -11,16 +14,61 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from types import FrameType
-from typing import IO
+from typing import IO, Any, TypeVar
 
-from launcher.api.output import write
+from launcher.agent.wire import STDERR, STDOUT
+from launcher.api.output import ConsoleOutput, write
+from launcher.api.parameters import Options, Parameters, StrPath, command_for, in_python_words
+from launcher.api.run import execute
 from launcher.base.errors import JobError, UsageError
+from launcher.plan.plan import DEFAULT_GRACE_S
 from launcher.transport.command import own_argv
+
+_T = TypeVar("_T")
 
 _COMMAND_MODULE = "launcher.notebook.command"
 _READ_BYTES = 1 << 16
+
+
+class CellOutput(ConsoleOutput):
+    """Shows a run in a cell as `launch` shows it on a console."""
+
+    def say(self, text: str) -> None:
+        write(STDOUT, f"{text}\n")
+
+    def warning(self, text: str) -> None:
+        write(STDERR, f"! {text}\n")
+
+
+def run(
+    fn: Callable[..., _T],
+    args: Sequence[Any] = (),
+    kwargs: Mapping[str, Any] | None = None,
+    num_gpus: int = 2,
+    *,
+    log_dir: StrPath | None = None,
+    grace_s: float = DEFAULT_GRACE_S,
+) -> list[_T]:
+    """Run `fn(*args, **kwargs)` on `num_gpus` ranks of this machine and return what each returned, by rank.
+
+    The same as `launcher.run(fn, *args, ranks=num_gpus)`, which stays on this machine inside a Slurm job too, and says
+    in the cell what happens. log_dir, grace_s: as there; and so is what is raised.
+    """
+    if not isinstance(args, Sequence) or isinstance(args, str):
+        raise UsageError(f"args is {args!r}, no tuple of arguments", hint="one argument x is given as (x,)")
+    with in_python_words(lambda name: f"{name}="):
+        parameters = Parameters(
+            command=command_for(fn, args, kwargs),
+            hosts=["localhost"],  # this machine, inside a Slurm job too
+            num_gpus=num_gpus,
+            log_dir=log_dir,
+            options=Options(grace_s=grace_s),
+        )
+        ended = execute(parameters, CellOutput())
+    results: list[_T] = ended.results()
+    return results
 
 
 def launch(line: str, cell: str | None = None) -> None:
