@@ -56,24 +56,15 @@ SHORT = {
     "onebit": ("--width 64 --steps 2 --training_steps 8", 2),
     "scale_model": ("--many 26 --rounds 1", 0),
 }
-# These start many processes that load torch, or wait: in `make soak-short`, which CI runs after the tests.
-SLOW = {
-    *(
-        "expert_parallel",
-        "onebit",
-        "pipeline",
-        "sequence_parallel",
-        "step_time",
-        "offload_time",
-        "scale_model",
-        "startup",
-        "growth",
-        "nvme_step",
-        "stalls",
-    ),
-    *("parity_table", "architectures", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout"),
-    *("checkpoint_kills", "checkpoint_peers", "checkpoint_time", "to_fp32", "hf_trainer", "pretrained_memory"),
+# These start many processes that load torch, or wait.
+LONG = {
+    *("startup", "fanout", "scale_model", "many_ranks", "fault_matrix", "step_time", "offload_time", "pipeline"),
+    *("growth", "expert_parallel", "sequence_parallel", "onebit", "nvme_step", "parity_table", "memory_table"),
+    *("to_fp32", "checkpoint_peers", "checkpoint_time"),
 }
+# Longer still; and what `make soak-short` runs as programs.
+SOAK = {"architectures", "hf_trainer", "pretrained_memory", "random_kills", "checkpoint_kills", "stalls"}
+MARKS = {**dict.fromkeys(LONG, pytest.mark.long), **dict.fromkeys(SOAK, pytest.mark.soak)}
 # These need torch and no process of their own: a fork has it.
 IN_FORKS = {"checkpoint_fuzz", "nvme", "cpu_kernels", "start_7b"}
 NEEDS = {
@@ -85,9 +76,7 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in SHORT]
-)
+@pytest.mark.parametrize("script", [pytest.param(name, marks=MARKS.get(name, [])) for name in SHORT])
 def test_every_benchmark_writes_a_section_with_its_provenance(script: str, tmp_path: Path) -> None:
     reason = NEEDS[script]() if script in NEEDS else None
     if reason is not None:

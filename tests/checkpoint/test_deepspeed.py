@@ -38,7 +38,7 @@ from launcher.checkpoint.formats.deepspeed import open_deepspeed
 from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.source import CheckpointSource
 
-pytestmark = pytest.mark.soak  # in soak-short: the real DeepSpeed takes long to import
+pytestmark = pytest.mark.long  # the real DeepSpeed takes long to import
 TAG = f"global_step{NUM_STEPS}"
 
 

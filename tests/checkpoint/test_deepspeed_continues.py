@@ -23,7 +23,7 @@ import launcher
 from launcher.checkpoint.convert.to_deepspeed import export_deepspeed
 from launcher.moe import MoE
 
-pytestmark = pytest.mark.soak  # in soak-short: the real DeepSpeed takes long to import
+pytestmark = pytest.mark.soak  # the real DeepSpeed takes long to import: minutes on two cores
 SMALL_PARTS: dict[str, Any] = {"zero": {"sub_group_size": 100, "stage3_param_persistence_threshold": 0}}
 # Name -> stage, precision, options of the config.
 RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {

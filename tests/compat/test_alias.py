@@ -182,7 +182,7 @@ with open(f"rank_{dist.get_rank()}", "w") as file:
 """
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_script_under_torchrun_needs_one_line(tmp_path: Path) -> None:
     command = ["torchrun", "--standalone", "--nproc_per_node", "1", write(tmp_path, TRAINING)]
     result = run_forked(tmp_path, command, torchrun, env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})

@@ -27,7 +27,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_step_needs_neither_compiler_and_compiling_works_afterwards(tmp_path: Path) -> None:
     result = run_launch(tmp_path, scripts.write(tmp_path, SCRIPT))
     assert result.code == 0, result.err

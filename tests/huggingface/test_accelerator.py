@@ -115,7 +115,7 @@ def test_two_models_with_a_plugin_each(found: Found) -> None:
         assert rank["teacher"][0] == rank["teacher"][1]
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_config_file_of_accelerate_is_what_counts(tmp_path: Path) -> None:
     python = make_environment(tmp_path / "environment")
     run_in(tmp_path, python, ROOT / "launcher" / "__main__.py", "deepspeed-command", "install")

@@ -25,7 +25,7 @@ since_5 = pytest.mark.skipif(
 )
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_every_stage_trains_as_one_process_does(tmp_path: Path) -> None:
     found = run_cases(tmp_path, "huggingface.sequence_cases", ["every_stage"], num_ranks=4)
     for run in returned(found, "every_stage"):

@@ -24,7 +24,7 @@ print("AFTER", "RANK" in os.environ, torch.distributed.is_initialized())
 """
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_example_runs_and_leaves_the_kernel_as_it_was(tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLE, as_version=4)
     sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]

@@ -56,7 +56,7 @@ def test_numbers_do_not_depend_on_the_processor(name: str, num_threads: int) -> 
     assert SETS[name] in kernels
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-o", "addopts=--import-mode=importlib"]
     result = subprocess.run(
-        [*command, *TESTS, "-k", CHOSEN, "-m", "not soak"],
+        [*command, *TESTS, "-k", CHOSEN, "-m", "not soak and not long"],
         cwd=ROOT,
         env={**os.environ, **variables},
         capture_output=True,

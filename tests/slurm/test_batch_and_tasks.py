@@ -44,7 +44,7 @@ def environments(out: str) -> list[dict[str, str]]:
     return sorted(found, key=lambda environment: int(environment["RANK"]))
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_example_with_the_trainer_runs_on_two_nodes(slurm: LoopbackSlurm, tmp_path: Path) -> None:
     # The script's `launch`, with the address of rank 0: the nodes' names do not resolve here.
     words = [*LAUNCH, "--master_addr", "127.0.0.1", *in_forks(preload=hf_job.IMPORTS)]

@@ -253,7 +253,7 @@ def test_preemption_as_slurm_does_it_by_default_is_a_notice(slurm: LoopbackSlurm
     wait_until(lambda: states(slurm, job) == ["COMPLETED"], "the end", 30)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_preempted_training_continues_from_its_checkpoint(slurm: LoopbackSlurm, tmp_path: Path) -> None:
     """The script knows nothing of checkpoints: the config says where, the notice when, the requeue to continue."""
     script = scripts.write(

@@ -65,8 +65,9 @@ SCRIPT = """
 """
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("how", ["sharded", "whole"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("sharded", marks=pytest.mark.long), pytest.param("whole", marks=pytest.mark.soak)]
+)
 def test_a_model_larger_than_a_rank_may_hold(tmp_path: Path, how: str) -> None:
     script = scripts.write(tmp_path, SCRIPT)
     with memory_groups(NUM_RANKS, PARAM_BYTES * 8 // 10) as groups:

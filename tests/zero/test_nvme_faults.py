@@ -207,8 +207,9 @@ LARGE_SCRIPT = """
 """
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("device", ["nvme", "cpu"])
+@pytest.mark.parametrize(
+    "device", [pytest.param("nvme", marks=pytest.mark.long), pytest.param("cpu", marks=pytest.mark.soak)]
+)
 def test_states_four_times_as_large_as_the_memory(tmp_path: Path, device: str) -> None:
     script, num_layers = scripts.write(tmp_path, LARGE_SCRIPT), STATES_BYTES // (LARGE * LARGE * 8)
     with memory_groups(1, LIMIT_BYTES) as groups:
