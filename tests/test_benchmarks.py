@@ -60,7 +60,7 @@ SHORT = {
 LONG = {
     *("startup", "fanout", "scale_model", "many_ranks", "fault_matrix", "step_time", "offload_time", "pipeline"),
     *("growth", "expert_parallel", "sequence_parallel", "onebit", "nvme_step", "parity_table", "memory_table"),
-    *("to_fp32", "checkpoint_peers", "checkpoint_time"),
+    *("to_fp32", "checkpoint_peers", "checkpoint_time", "output", "nvme"),
 }
 # Longer still; and what `make soak-short` runs as programs.
 SOAK = {"architectures", "hf_trainer", "pretrained_memory", "random_kills", "checkpoint_kills", "stalls"}

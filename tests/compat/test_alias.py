@@ -144,6 +144,7 @@ def test_the_option_chooses_the_engine(tmp_path: Path) -> None:
         assert expected in result.out
 
 
+@pytest.mark.long  # the import of accelerate
 def test_a_rank_with_a_launcher_file_of_its_own_starts_as_before(tmp_path: Path) -> None:
     scripts.write(tmp_path, "VALUE = 3", "launcher.py")
     look = "import launcher; print('own', hasattr(launcher, 'VALUE'))"

@@ -38,6 +38,7 @@ def start(nodes: MortalNodes, folder: Path, *more: str, script: str = "STUBBORN"
     return Launch(folder, *options_of(nodes), "--grace", "0.5", *more, path)
 
 
+@pytest.mark.long  # each rank imports torch, in its namespaces
 def test_ranks_of_different_nodes_train_together(nodes: MortalNodes, tmp_path: Path) -> None:
     path = scripts.write(
         tmp_path,

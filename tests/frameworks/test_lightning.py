@@ -14,6 +14,7 @@ from harness.launching import run_launch
 from harness.needs import need
 from harness.scripts import write
 
+pytestmark = pytest.mark.long  # the import of Lightning, and a dozen trainings
 LIGHTNING = Path(sys.prefix) / "lightning"
 NUM_RANKS = 2
 STRATEGIES = ["trainer 1", "trainer 2", "trainer 2_offload", "trainer 3", "trainer 3_offload", "accumulation 3"]

@@ -15,6 +15,7 @@ from harness.hf_job import environment, returned, run_cases
 from harness.launching import ROOT
 from harness.ports import free_port
 
+pytestmark = pytest.mark.long  # the Trainer, which calls the same of accelerate, is tested each time
 # As `accelerate config` writes it.
 CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -115,7 +116,6 @@ def test_two_models_with_a_plugin_each(found: Found) -> None:
         assert rank["teacher"][0] == rank["teacher"][1]
 
 
-@pytest.mark.long
 def test_the_config_file_of_accelerate_is_what_counts(tmp_path: Path) -> None:
     python = make_environment(tmp_path / "environment")
     run_in(tmp_path, python, ROOT / "launcher" / "__main__.py", "deepspeed-command", "install")

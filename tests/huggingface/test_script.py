@@ -42,7 +42,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("world_size", "is_forked"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("world_size", "is_forked"), [pytest.param(1, False, marks=pytest.mark.long), (2, True)])
 def test_launch_runs_a_script_with_its_config_and_adds_nothing_to_what_it_prints(
     world_size: int, is_forked: bool, tmp_path: Path, config: Path
 ) -> None:
