@@ -18,7 +18,7 @@ from harness.programs import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
-NUM_SHORT, NUM_LONG = 200, int(os.environ.get("SEQUENCES", "500"))
+NUM_QUICK, NUM_SHORT, NUM_LONG = 100, 200, int(os.environ.get("SEQUENCES", "500"))
 
 # What the documentation refuses: kind -> the error's class, and a part of its text. Every rank must raise it.
 ERRORS = {
@@ -301,9 +301,16 @@ def programs(draw: Any, *, longest: int, num_ranks: int = 2) -> tuple[list[Setti
 _ANY_PACE = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck), "database": None}
 
 
-@hypothesis.settings(max_examples=NUM_SHORT, derandomize=True, **_ANY_PACE)
+@hypothesis.settings(max_examples=NUM_QUICK, derandomize=True, **_ANY_PACE)
 @given(programs(longest=16))
 def test_random_programs(program: tuple[list[Setting], list[Act]]) -> None:
+    run_program(*program, ERRORS)
+
+
+@pytest.mark.long
+@hypothesis.settings(max_examples=NUM_SHORT, derandomize=True, **_ANY_PACE)
+@given(programs(longest=16))
+def test_more_random_programs(program: tuple[list[Setting], list[Act]]) -> None:
     run_program(*program, ERRORS)
 
 

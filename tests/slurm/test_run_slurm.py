@@ -132,7 +132,14 @@ def test_nodes_may_have_different_numbers_of_gpus(slurm: LoopbackSlurm, tmp_path
         assert given in ([("0", "0,1")] * 2 + [("1", "0")], [("0", "0")] + [("1", "0,1")] * 2)
 
 
-@pytest.mark.parametrize(("kind", "code"), [("exit", 3), ("raise", 1), ("SIGKILL", 137)])
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        pytest.param("exit", 3, marks=pytest.mark.long),
+        ("raise", 1),
+        pytest.param("SIGKILL", 137, marks=pytest.mark.long),
+    ],
+)
 def test_a_failing_rank_ends_all_nodes_with_its_code(
     allocation: dict[str, str], tmp_path: Path, kind: str, code: int
 ) -> None:

@@ -168,6 +168,7 @@ def test_lint_names_line_and_remedy(tmp_path: Path) -> None:
     assert "→ write --ntasks-per-node=1" in result.err
 
 
+@pytest.mark.long  # the same as a default preemption, which Slurm announces in another way
 def test_a_preempted_job_saves_and_starts_again(slurm: LoopbackSlurm, tmp_path: Path) -> None:
     script = scripts.write(
         tmp_path,
