@@ -60,7 +60,7 @@ soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, e
 
 soak-short: $(VENV)/.installed-dev ## the same in a few minutes, as CI runs it
 	@.ci/system-packages
-	$(BIN)/python -m pytest -q -n 2 -m long
+	$(BIN)/python -m pytest -q -n 2 -m 'long and not soak'
 	$(BIN)/python benchmarks/random_kills.py --count 6
 	$(BIN)/python benchmarks/checkpoint_kills.py --count 4
 	$(BIN)/python benchmarks/fuzz.py --count 2000

@@ -210,6 +210,7 @@ def test_initialize_alone_leaves_a_process_group(tmp_path: Path) -> None:
     assert (tmp_path / "rank_0").read_text() == "1 0 1 1 5\n"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_transformers_finds_it(tmp_path: Path) -> None:
     code = f"{INSTALL}from transformers.integrations import is_deepspeed_available; print(is_deepspeed_available())"
