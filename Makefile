@@ -11,6 +11,8 @@ RANKS ?= 2
 # Workers of the tests: those that wait run beside those that compute.
 WORKERS ?= $(shell expr $$(nproc) + 3)
 BESIDE := services models lightning transformers4
+# What the tests need.
+TESTED := $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services $(VENV)/.models $(VENV)/.lightning
 # What the site is made of; links to sources lead to the files themselves.
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples hostfiles launcher
 # Built by the installation.
@@ -27,7 +29,7 @@ install: $(VENV)/.installed-dev ## make the environment with all that the other 
 demo: $(VENV)/.installed-examples ## train a small GPT on real text on 2 ranks with ZeRO stage 2
 	$(BIN)/launch --num_gpus $(RANKS) examples/train_gpt.py --deepspeed examples/configs/zero2.json $(DEMO_ARGS)
 
-test: $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services $(VENV)/.models $(VENV)/.lightning ## install what the tests need and run them all
+test: $(TESTED) ## install what the tests need and run them, all but the long ones
 	@.ci/system-packages
 	PYTHONDONTWRITEBYTECODE= TEST_SECONDS=$(VENV)/seconds.json $(BIN)/python -m pytest -n $(WORKERS) --durations=30 --junitxml=$(VENV)/junit.xml $(PYTEST_ARGS)
 
@@ -48,7 +50,7 @@ types: $(VENV)/.installed-dev ## mypy, strict
 compat: $(VENV)/.installed-dev $(VENV)/.transformers4 ## run a short list of tests on the oldest torch and transformers, and on other versions of Python where they are installed
 	@VENV=$(VENV) .ci/compat
 
-soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, every fault on every transport, stalls of minutes
+soak: $(TESTED) ## what takes hours: random kills, hostile input, every fault on every transport, stalls of minutes
 	@.ci/system-packages
 	SEQUENCES=5000 $(BIN)/python -m pytest -m 'soak or long'
 	$(BIN)/python benchmarks/random_kills.py --count 500
@@ -58,7 +60,7 @@ soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, e
 	$(BIN)/python benchmarks/fault_matrix.py
 	$(BIN)/python benchmarks/stalls.py
 
-soak-short: $(VENV)/.installed-dev ## the same in a few minutes, as CI runs it
+soak-short: $(TESTED) ## the same in a few minutes, as CI runs it
 	@.ci/system-packages
 	$(BIN)/python -m pytest -q -n 2 -m 'long and not soak'
 	$(BIN)/python benchmarks/random_kills.py --count 6
