@@ -53,21 +53,21 @@ compat: $(VENV)/.installed-dev $(VENV)/.transformers4 ## run a short list of tes
 soak: $(TESTED) ## what takes hours: random kills, hostile input, every fault on every transport, stalls of minutes
 	@.ci/system-packages
 	SEQUENCES=5000 $(BIN)/python -m pytest -m 'soak or long'
-	$(BIN)/python benchmarks/random_kills.py --count 500
-	$(BIN)/python benchmarks/checkpoint_kills.py --count 1000
-	$(BIN)/python benchmarks/fuzz.py --count 1000000
-	$(BIN)/python benchmarks/checkpoint_fuzz.py --count 100000
-	$(BIN)/python benchmarks/fault_matrix.py
-	$(BIN)/python benchmarks/stalls.py
+	$(BIN)/python tests/soak/random_kills.py --count 500
+	$(BIN)/python tests/soak/checkpoint_kills.py --count 1000
+	$(BIN)/python tests/soak/fuzz.py --count 1000000
+	$(BIN)/python tests/soak/checkpoint_fuzz.py --count 100000
+	$(BIN)/python tests/soak/fault_matrix.py
+	$(BIN)/python tests/soak/stalls.py
 
 soak-short: $(TESTED) ## the same in a few minutes, as CI runs it
 	@.ci/system-packages
 	$(BIN)/python -m pytest -q -n 2 -m 'long and not soak'
-	$(BIN)/python benchmarks/random_kills.py --count 6
-	$(BIN)/python benchmarks/checkpoint_kills.py --count 4
-	$(BIN)/python benchmarks/fuzz.py --count 2000
-	$(BIN)/python benchmarks/checkpoint_fuzz.py --count 300
-	PYTHONPATH=tests $(BIN)/python benchmarks/stalls.py --pause 6 --disk 6 --lease 3 --hosts 8
+	$(BIN)/python tests/soak/random_kills.py --count 6
+	$(BIN)/python tests/soak/checkpoint_kills.py --count 4
+	$(BIN)/python tests/soak/fuzz.py --count 2000
+	$(BIN)/python tests/soak/checkpoint_fuzz.py --count 300
+	PYTHONPATH=tests $(BIN)/python tests/soak/stalls.py --pause 6 --disk 6 --lease 3 --hosts 8
 
 docs: $(VENV)/.installed-dev ## write the pages that are generated from the code
 	$(BIN)/python -m launcher.config.reference > docs/config.md

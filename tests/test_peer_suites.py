@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 from test_benchmarks import PROVENANCE
 
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.forked import run_ranks
-from harness.forked_ranks import in_forks
-from harness.launching import Launch, Result, run_launch, wait_until
-from harness.sshd import LoopbackSshd
+from harness.launch.command import Launch, Result, run_launch, wait_until
+from harness.launch.forked_ranks import in_forks
+from harness.launch.sshd import LoopbackSshd
+from harness.train.forked import run_ranks
 
 from launcher.base.processes import members_of_job
 from launcher.checkpoint_files.folder import committed_in

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.checkpoint_runs import FullState, differences, full_state, make_engine, train
-from harness.ranks import run_on_ranks
+from harness.train.checkpoint_runs import FullState, differences, full_state, make_engine, train
+from harness.train.ranks import run_on_ranks
 
 STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 4)
 NUM_STEPS = 3

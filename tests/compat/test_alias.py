@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from harness import scripts
 from harness.child import run_python
-from harness.forked import run_ranks
-from harness.launching import ROOT, run_forked, run_launch
+from harness.launch.command import ROOT, run_forked, run_launch
 from harness.scripts import write
+from harness.train.forked import run_ranks
 from torch.distributed.run import main as torchrun
 
 INSTALL = "import launcher.compat; launcher.compat.install()\n"

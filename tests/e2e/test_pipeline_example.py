@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from harness.forked import run_ranks
-from harness.launching import ROOT
+from harness.launch.command import ROOT
+from harness.train.forked import run_ranks
 
 EXAMPLE = ROOT / "examples" / "pipeline.py"
 

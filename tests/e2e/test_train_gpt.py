@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.forked import run_ranks
-from harness.forked_ranks import in_forks
-from harness.launching import ROOT, Result, run_forked, run_launch
-from harness.sshd import LoopbackSshd
+from harness.launch.command import ROOT, Result, run_forked, run_launch
+from harness.launch.forked_ranks import in_forks
+from harness.launch.sshd import LoopbackSshd
+from harness.train.forked import run_ranks
 
 pytestmark = pytest.mark.cluster
 EXAMPLE = ROOT / "examples" / "train_gpt.py"

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import scripts
-from harness.launching import run_launch
+from harness.launch.command import run_launch
 
 from launcher.engine.process import without_dynamo
 

@@ -1,4 +1,4 @@
-"""Random programs of what users call on an engine, each beside plain torch: see `harness.programs`.
+"""Random programs of what users call on an engine, each beside plain torch: see `harness.train.programs`.
 
 A program that fails is printed as a call of `run_program`, made as small as hypothesis can. What it teaches goes into
 `PROGRAMS`, which are run each time. The variable SEQUENCES is the number of random programs of each
@@ -13,8 +13,8 @@ from typing import Any
 
 import hypothesis
 import pytest
-from harness.calls import Act, Setting
-from harness.programs import run_program
+from harness.train.calls import Act, Setting
+from harness.train.programs import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 

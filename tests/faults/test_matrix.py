@@ -1,20 +1,16 @@
-"""Some cells of the fault matrix, on the real thing; benchmarks/fault_matrix.py runs all of them."""
+"""Some cells of the fault matrix, on the real thing; tests/soak/fault_matrix.py runs all of them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import nodes, slurm, sshd
-from harness.launching import ROOT
+from harness.launch import nodes, slurm, sshd
 from harness.needs import need
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from fault_matrix import FAULTS, LIMIT_S, Fault, Places, run_fault  # benchmarks are not a package
+from soak.fault_matrix import FAULTS, LIMIT_S, Fault, Places, run_fault
 
 NEEDS = {
     "local": lambda: None if os.geteuid() == 0 else "cgroups and mounts need root",

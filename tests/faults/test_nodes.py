@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import Launch, run_launch, slowness, wait_until, with_limits
+from harness.launch.command import Launch, run_launch, slowness, wait_until, with_limits
+from harness.launch.nodes import MortalNodes, available
 from harness.needs import need
-from harness.nodes import MortalNodes, available
 
 from launcher.base.processes import members_of_job
 from launcher.base.timeouts import timeouts

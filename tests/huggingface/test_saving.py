@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness.hf_job import returned, run_cases
+from harness.train.hf_job import returned, run_cases
 
 pytestmark = pytest.mark.long  # two dozen runs of the Trainer; its training and pretrained models are tested each time
 MODULES = "huggingface.saving_cases,huggingface.evaluating_cases"

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.forked_ranks import in_forks
-from harness.hf_job import IMPORTS, environment
-from harness.launching import DEADLINE_S, run_launch
+from harness.launch.command import DEADLINE_S, run_launch
+from harness.launch.forked_ranks import in_forks
+from harness.train.hf_job import IMPORTS, environment
 from huggingface.trainer_cases import ADAMW, WARMUP_DECAY_LR, config_of
 
 SCRIPT = Path(__file__).with_name("train_script.py")

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.hf_job import returned, run_cases
+from harness.train.hf_job import returned, run_cases
 
 CASES = ["sequence_parallel", "sequence_parallel_resumed", "sequence_parallel_evaluated"]
 CASES += ["accelerate_sequence_parallel", "masks", "reads", "both_directions", "own_positions", "generates", "refused"]

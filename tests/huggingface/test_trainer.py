@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from harness.hf_job import launch_cases, returned
-from harness.launching import Result
+from harness.launch.command import Result
+from harness.train.hf_job import launch_cases, returned
 
 CASES = [
     "stages",

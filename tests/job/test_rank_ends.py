@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.forked_ranks import in_forks
-from harness.launching import Launch, run_launch, wait_until, wait_until_gone
+from harness.launch.command import Launch, run_launch, wait_until, wait_until_gone
+from harness.launch.forked_ranks import in_forks
 
 
 def test_what_ranks_leave_running_is_named_and_ended(tmp_path: Path) -> None:

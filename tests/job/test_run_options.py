@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from harness import scripts
-from harness.launching import ROOT, Launch, nap, run_here, run_launch, running, wait_until, with_limits
-from harness.sshd import LoopbackSshd
+from harness.launch.command import ROOT, Launch, nap, run_here, run_launch, running, wait_until, with_limits
+from harness.launch.sshd import LoopbackSshd
 
 from launcher.cli.main import cli
 

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, run_launch, wait_until, wait_until_gone
-from harness.sshd import LoopbackSshd
+from harness.launch.command import ROOT, Launch, run_launch, wait_until, wait_until_gone
+from harness.launch.sshd import LoopbackSshd
 
 from launcher.base.processes import members_of_job
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from harness.kernel import Kernel
-from harness.launching import ROOT
+from harness.launch.command import ROOT
+from harness.launch.kernel import Kernel
 
 EXAMPLE = ROOT / "examples" / "notebook.ipynb"
 # Run after the example's cells: the environment of a rank is gone, and can be emulated again.

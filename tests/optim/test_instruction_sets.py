@@ -11,7 +11,7 @@ import sys
 
 import pytest
 import torch
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 
 from launcher.base.env import CPU_KERNEL
 from launcher.kernels.cpu import all_cpu_kernels

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import hf_job, scripts
-from harness.forked_ranks import in_forks
-from harness.launching import ROOT
-from harness.slurm import LoopbackSlurm
+from harness import scripts
+from harness.launch.command import ROOT
+from harness.launch.forked_ranks import in_forks
+from harness.launch.slurm import LoopbackSlurm
+from harness.train import hf_job
 
 pytestmark = pytest.mark.cluster
 LAUNCH = (sys.executable, "-m", "launcher")

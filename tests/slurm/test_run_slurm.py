@@ -14,8 +14,18 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, nap, run_launch, running, slowness, wait_until, wait_until_gone, with_limits
-from harness.slurm import LoopbackSlurm
+from harness.launch.command import (
+    ROOT,
+    Launch,
+    nap,
+    run_launch,
+    running,
+    slowness,
+    wait_until,
+    wait_until_gone,
+    with_limits,
+)
+from harness.launch.slurm import LoopbackSlurm
 
 from launcher.base.processes import members_of_job
 from launcher.base.timeouts import Timeouts

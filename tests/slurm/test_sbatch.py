@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import hf_job, scripts
-from harness.forked_ranks import in_forks
-from harness.launching import ROOT, Launch, Result, run_here, run_launch, wait_until
-from harness.slurm import LoopbackSlurm
+from harness import scripts
+from harness.launch.command import ROOT, Launch, Result, run_here, run_launch, wait_until
+from harness.launch.forked_ranks import in_forks
+from harness.launch.slurm import LoopbackSlurm
+from harness.train import hf_job
 
 pytestmark = pytest.mark.cluster
 TEMPLATES = sorted((ROOT / "slurm_templates").glob("*.j2"))

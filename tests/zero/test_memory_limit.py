@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.control_groups import memory_groups
-from harness.launching import Launch
+from harness.launch.command import Launch
+from harness.launch.control_groups import memory_groups
 from harness.needs import need
 
 WIDTH, LAYERS, NUM_RANKS = 1024, 40, 4

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from harness import disks, scripts
-from harness.control_groups import memory_groups
-from harness.forked import run_ranks
-from harness.forked_ranks import in_forks
-from harness.launching import Launch
+from harness.launch.command import Launch
+from harness.launch.control_groups import memory_groups
+from harness.launch.forked_ranks import in_forks
 from harness.needs import need
+from harness.train.forked import run_ranks
 
 SCRIPT = """
     import os, resource, signal, sys
