@@ -10,17 +10,9 @@ TORCH ?= torch==2.13.0
 RANKS ?= 2
 # Workers of the tests: those that wait run beside those that compute.
 WORKERS ?= $(shell expr $$(nproc) + 3)
-# Tests of whole jobs that take longest: in `make soak-short`, which CI runs after the others.
-LONG := tests/parallel tests/e2e tests/compat/test_alias.py tests/huggingface/test_accelerator.py tests/notebook/test_example.py \
-  tests/slurm/test_batch_and_tasks.py::test_the_example_with_the_trainer_runs_on_two_nodes \
-  tests/slurm/test_sbatch.py::test_a_preempted_training_continues_from_its_checkpoint \
-  tests/engine/test_dynamo.py::test_a_step_needs_neither_compiler_and_compiling_works_afterwards \
-  tests/kernels/test_triton.py::test_kernels_compile_without_a_gpu tests/kernels/test_triton.py::test_parity_interpreted \
-  tests/checkpoint/test_deepspeed.py tests/huggingface/test_sequence_parallel.py \
-  'tests/checkpoint/test_reshard.py::test_every_setting_loads_what_every_other_one_saved[True]' \
-  'tests/zero/test_memory_limit.py::test_a_model_larger_than_a_rank_may_hold[sharded]' \
-  'tests/zero/test_nvme_faults.py::test_states_four_times_as_large_as_the_memory[nvme]'
 BESIDE := services models lightning transformers4
+# What the tests need.
+TESTED := $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services $(VENV)/.models $(VENV)/.lightning
 # What the site is made of; links to sources lead to the files themselves.
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples hostfiles launcher
 # Built by the installation.
@@ -37,7 +29,7 @@ install: $(VENV)/.installed-dev ## make the environment with all that the other 
 demo: $(VENV)/.installed-examples ## train a small GPT on real text on 2 ranks with ZeRO stage 2
 	$(BIN)/launch --num_gpus $(RANKS) examples/train_gpt.py --deepspeed examples/configs/zero2.json $(DEMO_ARGS)
 
-test: $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services $(VENV)/.models $(VENV)/.lightning ## install what the tests need and run them all
+test: $(TESTED) ## install what the tests need and run them, all but the long ones
 	@.ci/system-packages
 	PYTHONDONTWRITEBYTECODE= TEST_SECONDS=$(VENV)/seconds.json $(BIN)/python -m pytest -n $(WORKERS) --durations=30 --junitxml=$(VENV)/junit.xml $(PYTEST_ARGS)
 
@@ -58,25 +50,24 @@ types: $(VENV)/.installed-dev ## mypy, strict
 compat: $(VENV)/.installed-dev $(VENV)/.transformers4 ## run a short list of tests on the oldest torch and transformers, and on other versions of Python where they are installed
 	@VENV=$(VENV) .ci/compat
 
-soak: $(VENV)/.installed-dev ## what takes hours: random kills, hostile input, every fault on every transport, stalls of minutes
+soak: $(TESTED) ## what takes hours: random kills, hostile input, every fault on every transport, stalls of minutes
 	@.ci/system-packages
-	SEQUENCES=5000 $(BIN)/python -m pytest -m soak
-	$(BIN)/python benchmarks/random_kills.py --count 500
-	$(BIN)/python benchmarks/checkpoint_kills.py --count 1000
-	$(BIN)/python benchmarks/fuzz.py --count 1000000
-	$(BIN)/python benchmarks/checkpoint_fuzz.py --count 100000
-	$(BIN)/python benchmarks/fault_matrix.py
-	$(BIN)/python benchmarks/stalls.py
+	SEQUENCES=5000 $(BIN)/python -m pytest -m 'soak or long'
+	$(BIN)/python tests/soak/random_kills.py --count 500
+	$(BIN)/python tests/soak/checkpoint_kills.py --count 1000
+	$(BIN)/python tests/soak/fuzz.py --count 1000000
+	$(BIN)/python tests/soak/checkpoint_fuzz.py --count 100000
+	$(BIN)/python tests/soak/fault_matrix.py
+	$(BIN)/python tests/soak/stalls.py
 
-soak-short: $(VENV)/.installed-dev ## the same in a few minutes, as CI runs it
+soak-short: $(TESTED) ## the same in a few minutes, as CI runs it
 	@.ci/system-packages
-	$(BIN)/python -m pytest -q -n 2 -m soak -k 'not (architectures or hf_trainer or pretrained_memory or kills or stalls)' tests/test_benchmarks.py
-	$(BIN)/python -m pytest -q -n 2 -m soak $(LONG)
-	$(BIN)/python benchmarks/random_kills.py --count 6
-	$(BIN)/python benchmarks/checkpoint_kills.py --count 4
-	$(BIN)/python benchmarks/fuzz.py --count 2000
-	$(BIN)/python benchmarks/checkpoint_fuzz.py --count 300
-	PYTHONPATH=tests $(BIN)/python benchmarks/stalls.py --pause 6 --disk 6 --lease 3 --hosts 8
+	$(BIN)/python -m pytest -q -n 2 -m 'long and not soak'
+	$(BIN)/python tests/soak/random_kills.py --count 6
+	$(BIN)/python tests/soak/checkpoint_kills.py --count 4
+	$(BIN)/python tests/soak/fuzz.py --count 2000
+	$(BIN)/python tests/soak/checkpoint_fuzz.py --count 300
+	PYTHONPATH=tests $(BIN)/python tests/soak/stalls.py --pause 6 --disk 6 --lease 3 --hosts 8
 
 docs: $(VENV)/.installed-dev ## write the pages that are generated from the code
 	$(BIN)/python -m launcher.config.reference > docs/config.md

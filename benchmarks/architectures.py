@@ -23,7 +23,7 @@ from typing import Any
 
 from common import BIN, ROOT, Goal, Section, argument_parser, goals_table, table
 
-# Model types, of each of which the class is taken that `harness.tiny.class_of` finds first.
+# Model types, of each of which the class is taken that `harness.train.tiny.class_of` finds first.
 TRANSFORMERS = """
 apertus bamba biogpt bloom cohere cohere2 cpmant ctrl deepseek_v3 diffllama ernie4_5_moe exaone4 falcon falcon_h1
 falcon_mamba gemma gemma2 glm4 glm4_moe gpt2 gpt_bigcode gpt_neo gpt_neox gpt_oss granite granitemoe granitemoehybrid
@@ -157,7 +157,7 @@ def _run(entries: list[str], folder: Path) -> str:
     command = [str(BIN / "launch"), "--quiet", "--log-dir", str(folder / "runs"), "--num_gpus", "2"]
     with (folder / "output.txt").open("w") as output:
         job = subprocess.Popen(
-            [*command, "-m", "harness.families", str(folder), *entries],
+            [*command, "-m", "harness.train.families", str(folder), *entries],
             cwd=folder, env=environment, stdout=output, stderr=subprocess.STDOUT,
         )  # fmt: skip
         is_stuck = not _wait(job, folder / "results.jsonl")
@@ -240,7 +240,7 @@ def main() -> int:
 
 def all_families() -> list[str]:
     """Return the names of all families."""
-    from harness.catalogue import OTHERS
+    from harness.train.catalogue import OTHERS
 
     return [f"transformers/{name}" for name in TRANSFORMERS.split()] + list(OTHERS)
 

@@ -32,7 +32,7 @@ class Section:
     """One section of the page, and what measures it."""
 
     name: str
-    command: str  # without --output
+    command: str  # without --output; a script without a folder is one of benchmarks/
     num_ranks: int = 0  # that `launch` starts the script on; 0: it is started by itself
     page: Path | None = None  # that the section is the whole of
     is_only_by_name: bool = False  # it needs a folder that nothing here makes
@@ -45,7 +45,7 @@ class Section:
     def measure(self) -> int:
         """Run its script; return the exit code."""
         script, *words = shlex.split(self.command)
-        words = [f"benchmarks/{script}", *words]
+        words = [script if "/" in script else f"benchmarks/{script}", *words]
         words += ["--output", str(self.output.relative_to(ROOT))]
         environment = {**os.environ, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
         if self.num_ranks:
@@ -72,10 +72,10 @@ SECTIONS = (
     Section(
         "fanout_250", "fanout.py --hosts 250 --only ^(launch.exec,.paramiko|OpenSSH,.curve25519|pdsh.*)$ --rounds 3"
     ),
-    Section("fault_matrix", "fault_matrix.py"),
-    Section("random_kills", "random_kills.py --count 300"),
-    Section("checkpoint_kills", "checkpoint_kills.py"),
-    Section("stalls", "stalls.py"),
+    Section("fault_matrix", "tests/soak/fault_matrix.py"),
+    Section("random_kills", "tests/soak/random_kills.py --count 300"),
+    Section("checkpoint_kills", "tests/soak/checkpoint_kills.py"),
+    Section("stalls", "tests/soak/stalls.py"),
     Section("many_ranks", "many_ranks.py"),
     Section("output", "output.py --rounds 3"),
     Section("step_time_mlp", "step_time.py --models mlp --rounds 6", 2),
@@ -97,8 +97,8 @@ SECTIONS = (
     Section("to_fp32", "to_fp32.py --rounds 2"),
     Section("parity_table", "parity_table.py --worst"),
     Section("architectures", "architectures.py"),
-    Section("fuzz", "fuzz.py"),
-    Section("checkpoint_fuzz", "checkpoint_fuzz.py"),
+    Section("fuzz", "tests/soak/fuzz.py"),
+    Section("checkpoint_fuzz", "tests/soak/checkpoint_fuzz.py"),
     Section("memory_table", "memory_table.py"),
     Section("nvme", "nvme.py --seconds 0.5 --rounds 5"),
     Section("nvme_step", "nvme_step.py --rounds 7"),

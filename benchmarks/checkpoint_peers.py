@@ -26,9 +26,9 @@ from unittest import mock
 os.environ["OMP_NUM_THREADS"] = "1"  # read when torch is loaded
 
 import torch
-from checkpoint_kills import HANG_S, Ranks
 from checkpoint_time import CANDIDATES, TorchsDcp
 from common import Section, argument_parser, table
+from soak.checkpoint_kills import HANG_S, Ranks
 
 import launcher
 

@@ -150,7 +150,7 @@ def current_commit() -> str:
     described = _git("rev-parse", "--short=10", "HEAD")
     if not described:
         return "unknown"
-    code = ("launcher", "benchmarks", "tests/harness", "examples", ":!benchmarks/results", ":!benchmarks/*.md")
+    code = ("launcher", "benchmarks", "tests/harness", "tests/soak", "examples", ":!benchmarks/*.md")
     return described + "-dirty" * bool(_git("status", "--porcelain", "--", *code))
 
 

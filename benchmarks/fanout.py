@@ -31,7 +31,7 @@ from common import (
     rounds_text,
     table,
 )
-from harness.sshd import LoopbackSshd
+from harness.launch.sshd import LoopbackSshd
 
 PEERS = ("OpenSSH", "OpenSSH, curve25519", "pdsh", "pdsh, curve25519", "clush", "asyncssh")
 KEX = "KexAlgorithms=curve25519-sha256"

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from common import ROOT, Section, argument_parser, table
 from harness import scripts
-from harness.sshd import LoopbackSshd
+from harness.launch.sshd import LoopbackSshd
 
 TIMEOUT_S = 500.0
 

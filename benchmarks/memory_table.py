@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from common import Goal, Section, argument_parser, goals_table, table
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 from torch import nn
 
 from launcher.config.load import load_config

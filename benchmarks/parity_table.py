@@ -4,9 +4,9 @@
         [--output FILE]
 
 The model has tied and frozen parameters, and in every other row parameters that its forward does not read. Runs are
-held against the loop of tests/harness/parity.py, which trains on one process and adds in the order in which ranks and
-micro-batches do: every bit should agree. fp32 runs also stand beside a loop that takes the whole batch at once, whose
-sums round differently. fp16 runs use a loss scale that overflows several times. --worst prints one row for each
+held against the loop of tests/harness/train/parity.py, which trains on one process and adds in the order in which ranks
+and micro-batches do: every bit should agree. fp32 runs also stand beside a loop that takes the whole batch at once,
+whose sums round differently. fp16 runs use a loss scale that overflows several times. --worst prints one row for each
 precision, stage and world size. Exits with 1 when bits differ, or when the difference from the whole batch at once is
 more than twice the goal: rounding alone may miss the goal, a wrong sum misses it by far.
 """
@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 
 import torch
 from common import Goal, Section, argument_parser, goals_table, table
-from harness.parity import (
+from harness.train.parity import (
     RESTLESS_SCALE,
     Case,
     largest,
@@ -32,7 +32,7 @@ from harness.parity import (
     weight_distance,
     worst_relative,
 )
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 
 PRECISIONS = ("fp32", "bf16", "fp16")
 WHOLE_BATCH_GOAL = 1e-6

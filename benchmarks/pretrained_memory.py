@@ -114,7 +114,7 @@ def save(path: Path, layers: int, width: int) -> tuple[int, int]:
 
 def measure(folder: Path, path: Path, name: str) -> list[list[Any]]:
     """Load the model in a job of 2 ranks; return what each rank wrote."""
-    from harness.launching import run_launch
+    from harness.launch.command import run_launch
 
     result = folder / "found"
     kind = "sharded" if WAYS[name] else "whole"

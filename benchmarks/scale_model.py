@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common import ROOT, Section, argument_parser, median, rounds_text, table, write_page
-from harness.sshd import LoopbackSshd
+from harness.launch.sshd import LoopbackSshd
 
 from launcher.base.processes import FILES_A_HOST
 from launcher.cluster.cluster import Host

@@ -13,11 +13,11 @@ from typing import Any
 import hypothesis
 import pytest
 from harness import schedule
-from harness import slurm as slurm_harness
-from harness.launching import slowness
+from harness.launch import slurm as slurm_harness
+from harness.launch.command import slowness
+from harness.launch.slurm import LoopbackSlurm
+from harness.launch.sshd import LoopbackSshd, available
 from harness.needs import need
-from harness.slurm import LoopbackSlurm
-from harness.sshd import LoopbackSshd, available
 from hypothesis import HealthCheck
 
 from launcher.base import env
@@ -118,7 +118,7 @@ def waits_scaled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def one_thread() -> Iterator[None]:
     """Compute here as ranks do: with another number of threads some of torch's sums run in another order."""
     import torch  # most rooms' tests need none
-    from harness.ranks import NUM_THREADS
+    from harness.train.ranks import NUM_THREADS
 
     num_threads = torch.get_num_threads()
     torch.set_num_threads(NUM_THREADS)

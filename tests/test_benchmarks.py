@@ -9,14 +9,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import nodes, sshd
-from harness.forked import run_ranks
-from harness.launching import ROOT
+from harness.launch import nodes, sshd
+from harness.launch.command import ROOT
+from harness.train.forked import run_ranks
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import bench  # benchmarks are not a package
 import figures
 
+PROGRAMS = {
+    path.stem: str(path.relative_to(ROOT))
+    for folder in ("benchmarks", "tests/soak")
+    for path in (ROOT / folder).glob("*.py")
+}
 # What a section must say of itself: date, commit, hardware and versions, samples, command.
 PROVENANCE = re.compile(
     r"Measured \d{4}-\d\d-\d\d \d\d:\d\d UTC at commit (?:[0-9a-f]{10}(?:-dirty)?|unknown), load before \d+\.\d\.\n"
@@ -56,24 +61,15 @@ SHORT = {
     "onebit": ("--width 64 --steps 2 --training_steps 8", 2),
     "scale_model": ("--many 26 --rounds 1", 0),
 }
-# These start many processes that load torch, or wait: in `make soak-short`, which CI runs after the tests.
-SLOW = {
-    *(
-        "expert_parallel",
-        "onebit",
-        "pipeline",
-        "sequence_parallel",
-        "step_time",
-        "offload_time",
-        "scale_model",
-        "startup",
-        "growth",
-        "nvme_step",
-        "stalls",
-    ),
-    *("parity_table", "architectures", "fault_matrix", "memory_table", "random_kills", "many_ranks", "fanout"),
-    *("checkpoint_kills", "checkpoint_peers", "checkpoint_time", "to_fp32", "hf_trainer", "pretrained_memory"),
+# These start many processes that load torch, or wait.
+LONG = {
+    *("startup", "fanout", "scale_model", "many_ranks", "fault_matrix", "step_time", "offload_time", "pipeline"),
+    *("growth", "expert_parallel", "sequence_parallel", "onebit", "nvme_step", "parity_table", "memory_table"),
+    *("to_fp32", "checkpoint_peers", "checkpoint_time", "output", "nvme"),
 }
+# Longer still; and what `make soak-short` runs as programs.
+SOAK = {"architectures", "hf_trainer", "pretrained_memory", "random_kills", "checkpoint_kills", "stalls"}
+MARKS = {**dict.fromkeys(LONG, pytest.mark.long), **dict.fromkeys(SOAK, pytest.mark.soak)}
 # These need torch and no process of their own: a fork has it.
 IN_FORKS = {"checkpoint_fuzz", "nvme", "cpu_kernels", "start_7b"}
 NEEDS = {
@@ -85,9 +81,7 @@ NEEDS = {
 }
 
 
-@pytest.mark.parametrize(
-    "script", [pytest.param(name, marks=[pytest.mark.soak] if name in SLOW else []) for name in SHORT]
-)
+@pytest.mark.parametrize("script", [pytest.param(name, marks=MARKS.get(name, [])) for name in SHORT])
 def test_every_benchmark_writes_a_section_with_its_provenance(script: str, tmp_path: Path) -> None:
     reason = NEEDS[script]() if script in NEEDS else None
     if reason is not None:
@@ -95,7 +89,7 @@ def test_every_benchmark_writes_a_section_with_its_provenance(script: str, tmp_p
     arguments, num_ranks = SHORT[script]
     output = tmp_path / "section.md"
     if script in IN_FORKS:
-        result = run_ranks(tmp_path, 0, ROOT / f"benchmarks/{script}.py", *arguments.split(), "--output", output)
+        result = run_ranks(tmp_path, 0, ROOT / PROGRAMS[script], *arguments.split(), "--output", output)
         assert result.code == 0, result.out + result.err
     else:
         run_for_itself(script, arguments, num_ranks, tmp_path, output)
@@ -107,7 +101,7 @@ def test_every_benchmark_writes_a_section_with_its_provenance(script: str, tmp_p
 
 def run_for_itself(script: str, arguments: str, num_ranks: int, folder: Path, output: Path) -> None:
     starter = ["-m", "launcher", "--quiet", "--log-dir", str(folder / "runs"), "--num_gpus", str(num_ranks)]
-    command = [sys.executable, *(starter if num_ranks else []), f"benchmarks/{script}.py", *arguments.split()]
+    command = [sys.executable, *(starter if num_ranks else []), PROGRAMS[script], *arguments.split()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
         [*command, "--output", str(output)], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -117,10 +111,9 @@ def run_for_itself(script: str, arguments: str, num_ranks: int, folder: Path, ou
 
 def test_every_benchmark_has_a_short_form_or_needs_a_gpu() -> None:
     helpers = {"bench", "common", "fault_places", "figures", "peer_plugin"}
-    scripts = {path.stem for path in (ROOT / "benchmarks").glob("*.py")}
     elsewhere = {"peer_suites"}  # tests/test_peer_suites.py
-    assert scripts - helpers - elsewhere - {"gpu_kernels"} == set(SHORT)
-    assert {section.command.split()[0].removesuffix(".py") for section in bench.SECTIONS} == set(SHORT) | elsewhere
+    assert PROGRAMS.keys() - helpers - elsewhere - {"gpu_kernels"} == set(SHORT)
+    assert {Path(section.command.split()[0]).stem for section in bench.SECTIONS} == set(SHORT) | elsewhere
 
 
 def test_the_gpu_benchmark_can_be_imported(tmp_path: Path) -> None:
@@ -145,7 +138,7 @@ def test_what_was_measured_says_how(section: bench.Section) -> None:
     if section.output.exists():
         found = PROVENANCE.search(section.output.read_text())
         assert found is not None, f"{section.output.name} was not written by its script"
-        assert f"{found['script']}.py" == section.command.split()[0]
+        assert found["script"] == Path(section.command.split()[0]).stem
 
 
 def test_no_result_is_left_out_of_the_page() -> None:

@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 from test_benchmarks import PROVENANCE
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -82,6 +82,7 @@ def test_the_page_counts_tests_of_private_parts_apart() -> None:
     assert "| open | 1 |" in text
 
 
+@pytest.mark.long
 @pytest.mark.timeout(3600)  # it starts pytest a dozen times
 def test_each_test_is_counted_once_with_its_cause(suite: Path, tmp_path: Path) -> None:
     page, outcomes = tmp_path / "page.md", tmp_path / "outcomes.json"

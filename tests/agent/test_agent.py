@@ -17,8 +17,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.agents import Agent, spawn
-from harness.launching import DEADLINE_S, ROOT, slowness, wait_until, wait_until_gone
+from harness.launch.agents import Agent, spawn
+from harness.launch.command import DEADLINE_S, ROOT, slowness, wait_until, wait_until_gone
 from harness.ports import free_port
 
 from launcher.agent import supervisor

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 
 from launcher.agent.oom import OomWatch
 

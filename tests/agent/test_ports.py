@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from harness.launching import ROOT, slowness
-from harness.sshd import free_port
+from harness.launch.command import ROOT, slowness
+from harness.launch.sshd import free_port
 
 from launcher.agent import ports
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.agents import Agent, spawn
-from harness.launching import DEADLINE_S
+from harness.launch.agents import Agent, spawn
+from harness.launch.command import DEADLINE_S
 
 from launcher.agent import scratch
 from launcher.agent.wire import Bye, Hello, Started, Stop, Sweep

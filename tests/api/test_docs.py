@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT
-from harness.slurm import LoopbackSlurm
-from harness.sshd import LoopbackSshd
+from harness.launch.command import ROOT
+from harness.launch.slurm import LoopbackSlurm
+from harness.launch.sshd import LoopbackSshd
 
 BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "python_api.md").read_text(), re.DOTALL)
 TRAIN = BLOCKS[0].partition("\n\nresults")[0]

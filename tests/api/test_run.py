@@ -18,8 +18,8 @@ from typing import Any
 
 import pytest
 from harness import scripts
-from harness.launching import nap, running, slowness
-from harness.sshd import LoopbackSshd
+from harness.launch.command import nap, running, slowness
+from harness.launch.sshd import LoopbackSshd
 
 import launcher
 from launcher.api import pickling

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.launching import wait_until
-from harness.slurm import LoopbackSlurm
+from harness.launch.command import wait_until
+from harness.launch.slurm import LoopbackSlurm
 
 import launcher
 from launcher.base.errors import UsageError

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from harness import scripts
 from harness.disks import small_disk
-from harness.launching import run_launch
+from harness.launch.command import run_launch
 
 from launcher.base.private_files import create_private, make_private_folder, write_private
 

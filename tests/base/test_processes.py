@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 
-from harness.launching import wait_until
+from harness.launch.command import wait_until
 
 from launcher.base.processes import descendants
 

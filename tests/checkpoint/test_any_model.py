@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.checkpoint_runs import WIDTH, config, differences, full_state, make_engine, make_net, train
-from harness.ranks import run_on_ranks
+from harness.train.checkpoint_runs import WIDTH, config, differences, full_state, make_engine, make_net, train
+from harness.train.ranks import run_on_ranks
 from torch import Tensor, nn
 
 import launcher

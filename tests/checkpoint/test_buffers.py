@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.checkpoint_runs import config
-from harness.ranks import run_on_ranks
+from harness.train.checkpoint_runs import config
+from harness.train.ranks import run_on_ranks
 from torch import Tensor, nn
 
 import launcher

@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.forked import run_ranks
-from harness.forked_ranks import in_forks
-from harness.launching import Launch, Result, run_launch, wait_until
-from harness.sshd import LoopbackSshd
+from harness.launch.command import Launch, Result, run_launch, wait_until
+from harness.launch.forked_ranks import in_forks
+from harness.launch.sshd import LoopbackSshd
+from harness.train.forked import run_ranks
 
 from launcher.base.processes import members_of_job
 from launcher.checkpoint_files.folder import committed_in
@@ -132,6 +132,7 @@ def test_a_job_whose_rank_was_killed_continues_from_the_last_committed_step(
     assert steps_of(tmp_path) == [6, 8]
 
 
+@pytest.mark.long  # without checkpoints: tests/job/test_restart.py
 @pytest.mark.cluster
 def test_a_job_that_loses_a_host_continues_on_those_that_are_left(sshd: LoopbackSshd, tmp_path: Path) -> None:
     (tmp_path / "hosts").write_text("".join(f"127.0.0.{number} slots=1\n" for number in (1, 2, 3)))

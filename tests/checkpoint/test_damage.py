@@ -12,8 +12,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from harness.checkpoint_runs import full_state, loads, make_engine, train
-from harness.ranks import run_on_ranks
+from harness.train.checkpoint_runs import full_state, loads, make_engine, train
+from harness.train.ranks import run_on_ranks
 from torch import Tensor
 
 from launcher.base.errors import CheckpointError, EngineError

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import deepspeed
-from harness.deepspeed_runs import (
+from harness.train import deepspeed
+from harness.train.deepspeed_runs import (
     ACCUMULATION,
     CLIENT_STATE,
     LR,
@@ -28,7 +28,7 @@ from harness.deepspeed_runs import (
     config_of,
     parameter_groups,
 )
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 from torch import Tensor
 
 import launcher
@@ -38,7 +38,7 @@ from launcher.checkpoint.formats.deepspeed import open_deepspeed
 from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.source import CheckpointSource
 
-pytestmark = pytest.mark.soak  # in soak-short: the real DeepSpeed takes long to import
+pytestmark = pytest.mark.long  # the real DeepSpeed takes long to import
 TAG = f"global_step{NUM_STEPS}"
 
 
@@ -46,7 +46,7 @@ TAG = f"global_step{NUM_STEPS}"
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """All of `RUNS` by the real DeepSpeed on real ranks, as it saved them in `saved/`, and imported in `imported/`."""
     folder = tmp_path_factory.mktemp("deepspeed")
-    deepspeed.run_module(NUM_RANKS, "harness.deepspeed_runs", str(folder))
+    deepspeed.run_module(NUM_RANKS, "harness.train.deepspeed_runs", str(folder))
     for name in RUNS:
         import_deepspeed(folder / name / "saved", folder / name / "imported")
     yield folder

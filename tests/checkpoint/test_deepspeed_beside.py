@@ -10,8 +10,8 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.deepspeed_runs import ACCUMULATION, batch_of, build_model, config_of, parameter_groups
-from harness.ranks import run_on_ranks
+from harness.train.deepspeed_runs import ACCUMULATION, batch_of, build_model, config_of, parameter_groups
+from harness.train.ranks import run_on_ranks
 
 import launcher
 from launcher.base.errors import CheckpointError, ConfigError

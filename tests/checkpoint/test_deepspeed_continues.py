@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import deepspeed, deepspeed_experts
-from harness.deepspeed_loads import BATCHES, groups_of, trained
-from harness.deepspeed_runs import (
+from harness.train import deepspeed, deepspeed_experts
+from harness.train.deepspeed_loads import BATCHES, groups_of, trained
+from harness.train.deepspeed_runs import (
     CLIENT_STATE,
     NUM_RANKS,
     NUM_STEPS,
@@ -17,13 +17,13 @@ from harness.deepspeed_runs import (
     build_model,
     config_of,
 )
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 
 import launcher
 from launcher.checkpoint.convert.to_deepspeed import export_deepspeed
 from launcher.moe import MoE
 
-pytestmark = pytest.mark.soak  # in soak-short: the real DeepSpeed takes long to import
+pytestmark = pytest.mark.soak  # the real DeepSpeed takes long to import: minutes on two cores
 SMALL_PARTS: dict[str, Any] = {"zero": {"sub_group_size": 100, "stage3_param_persistence_threshold": 0}}
 # Name -> stage, precision, options of the config.
 RUNS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -102,7 +102,7 @@ def theirs(
         if RUNS[name][1] != "fp32":
             cases[f"{name}-alone"] = _case(name, None)  # from the beginning
     (folder / "cases").write_text(json.dumps(cases))
-    deepspeed.run_module(num_ranks, "harness.deepspeed_loads", str(folder / "cases"))
+    deepspeed.run_module(num_ranks, "harness.train.deepspeed_loads", str(folder / "cases"))
     found: dict[str, dict[str, Any]] = json.loads((folder / "cases.found").read_text())
     return found
 
@@ -150,7 +150,7 @@ def test_deepspeed_continues_a_mixture_of_experts(tmp_path: Path, num_ranks: int
     expected = run_on_ranks(num_ranks, _mixtures, str(tmp_path))
     for stage in deepspeed_experts.STAGES:
         export_deepspeed(tmp_path / f"ours-{stage}", tmp_path / f"theirs-{stage}")
-    deepspeed.run_module(num_ranks, "harness.deepspeed_experts", str(tmp_path))
+    deepspeed.run_module(num_ranks, "harness.train.deepspeed_experts", str(tmp_path))
     for rank in range(num_ranks):
         found = json.loads((tmp_path / f"losses-{rank}").read_text())
         for stage in deepspeed_experts.STAGES:

@@ -15,8 +15,8 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.launching import Result, code_of, run_here
-from harness.ranks import run_on_ranks
+from harness.launch.command import Result, code_of, run_here
+from harness.train.ranks import run_on_ranks
 from safetensors import safe_open
 from torch import Tensor
 

@@ -14,12 +14,12 @@ from unittest import mock
 
 import pytest
 from harness import scripts
-from harness.checkpoint_runs import differences, full_state, is_consistent, left_over, loads, make_engine, train
 from harness.disks import small_disk
-from harness.forked import run_ranks
-from harness.launching import with_limits
+from harness.launch.command import with_limits
 from harness.logs import logged
-from harness.ranks import RankPool, run_on_ranks
+from harness.train.checkpoint_runs import differences, full_state, is_consistent, left_over, loads, make_engine, train
+from harness.train.forked import run_ranks
+from harness.train.ranks import RankPool, run_on_ranks
 
 from launcher.base.errors import CheckpointError
 from launcher.base.timeouts import timeouts
@@ -394,7 +394,7 @@ def test_a_rank_that_fails_in_any_way_leaves_no_other_rank_waiting(tmp_path: Pat
 ENDS = f"""
 import os, sys
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
-from harness.checkpoint_runs import make_engine, train
+from harness.train.checkpoint_runs import make_engine, train
 import launcher
 launcher.init_distributed()
 how = sys.argv[2]

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.checkpoint_runs import make_engine, train
-from harness.ranks import run_on_ranks
+from harness.train.checkpoint_runs import make_engine, train
+from harness.train.ranks import run_on_ranks
 from torch import Tensor
 
 from launcher.checkpoint.formats.native import NativeSource

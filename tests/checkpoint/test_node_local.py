@@ -10,8 +10,8 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from harness.checkpoint_runs import differences, full_state, left_over, make_engine, train
-from harness.ranks import run_on_ranks
+from harness.train.checkpoint_runs import differences, full_state, left_over, make_engine, train
+from harness.train.ranks import run_on_ranks
 
 from launcher.base.errors import CheckpointError
 from launcher.checkpoint_files.folder import committed_in, latest_tag

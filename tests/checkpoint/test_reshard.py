@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.checkpoint_runs import FullState, differences, full_state, make_engine, train
-from harness.ranks import run_on_ranks
+from harness.train.checkpoint_runs import FullState, differences, full_state, make_engine, train
+from harness.train.ranks import run_on_ranks
 
 STAGES, WORLDS = (0, 1, 2, 3), (1, 2, 4)
 NUM_STEPS = 3
@@ -76,8 +76,9 @@ def _load_all(rank: int, world_size: int, folder: str, expected: Losses, is_shor
     return problems
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("is_short", [True, False])
+@pytest.mark.parametrize(
+    "is_short", [pytest.param(True, marks=pytest.mark.long), pytest.param(False, marks=pytest.mark.soak)]
+)
 def test_every_setting_loads_what_every_other_one_saved(tmp_path: Path, is_short: bool) -> None:
     num_next = 4 if is_short else 10  # the warm-up of the learning rate ends within either
     expected: Losses = {}

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.ranks import RankPool, run_on_ranks
+from harness.train.ranks import RankPool, run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import Dataset

@@ -11,12 +11,12 @@ from uuid import uuid4
 
 import pytest
 from click.testing import CliRunner
-from harness.checkpoint_runs import make_engine, train
-from harness.forked import run_ranks
-from harness.launching import run_here
-from harness.ranks import run_on_ranks
+from harness.launch.command import run_here
 from harness.s3 import s3_environment, s3_server, services_folder
 from harness.scripts import write
+from harness.train.checkpoint_runs import make_engine, train
+from harness.train.forked import run_ranks
+from harness.train.ranks import run_on_ranks
 
 from launcher.base.errors import CheckpointError, EngineError
 from launcher.checkpoint.formats.dcp.source import DcpSource
@@ -206,7 +206,7 @@ def losses_from(_: int, world_size: int, url: str) -> list[float]:
 KILLED = """
 import os, signal, sys
 sys.path += [{tests!r}, {services!r}]
-from harness.checkpoint_runs import make_engine, train
+from harness.train.checkpoint_runs import make_engine, train
 from launcher.checkpoint_files.place import RemotePath
 import launcher
 put = RemotePath.write_bytes

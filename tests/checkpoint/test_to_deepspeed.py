@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import deepspeed_experts
-from harness.deepspeed_runs import (
+from harness.launch.command import run_here
+from harness.train import deepspeed_experts
+from harness.train.deepspeed_runs import (
     ACCUMULATION,
     CLIENT_STATE,
     NUM_STEPS,
@@ -17,8 +18,7 @@ from harness.deepspeed_runs import (
     config_of,
     parameter_groups,
 )
-from harness.launching import run_here
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 from torch import Tensor
 
 import launcher

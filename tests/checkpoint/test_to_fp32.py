@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.launching import Result, run_forked
-from harness.ranks import run_on_ranks
+from harness.launch.command import Result, run_forked
+from harness.train.ranks import run_on_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 

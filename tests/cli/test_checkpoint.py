@@ -11,7 +11,7 @@ from pathlib import Path
 import click
 from click.testing import CliRunner, Result
 from harness.checkpoints import write_checkpoint
-from harness.launching import run_here
+from harness.launch.command import run_here
 
 from launcher.checkpoint_files.retention import MIN_AGE_S
 from launcher.cli.main import cli

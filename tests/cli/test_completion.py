@@ -10,7 +10,7 @@ from pathlib import Path
 
 import click
 import pytest
-from harness.launching import ROOT, run_here, run_launch
+from harness.launch.command import ROOT, run_here, run_launch
 
 from launcher.cli.main import cli
 

@@ -6,9 +6,9 @@ import json
 from pathlib import Path
 
 import pytest
-from harness.launching import run_here, run_launch
-from harness.sshd import LoopbackSshd
-from harness.terminal import TerminalLaunch
+from harness.launch.command import run_here, run_launch
+from harness.launch.sshd import LoopbackSshd
+from harness.launch.terminal import TerminalLaunch
 
 
 @pytest.mark.cluster

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from harness.launching import run_launch
+from harness.launch.command import run_launch
 
 from launcher.base.errors import UsageError
 from launcher.cli.main import cli

@@ -16,8 +16,8 @@ from unittest import mock
 import click
 import pytest
 from click.testing import CliRunner
-from harness.launching import ROOT, run_forked, run_here
-from harness.terminal import TerminalLaunch
+from harness.launch.command import ROOT, run_forked, run_here
+from harness.launch.terminal import TerminalLaunch
 
 from launcher.base.errors import Diagnostic
 from launcher.cli.commands.estimate import estimate

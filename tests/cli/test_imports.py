@@ -11,7 +11,7 @@ import sys
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, run_launch
+from harness.launch.command import ROOT, run_launch
 
 # Leaves what each process had imported when it ended, under a name that says which it was.
 RECORDER = """

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import disks
-from harness.launching import run_here, run_launch
+from harness.launch.command import run_here, run_launch
 
 from launcher.config.check import check
 from launcher.storage.measure import GRID

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.launching import run_launch
+from harness.launch.command import run_launch
 
 from launcher.base.errors import UsageError
 from launcher.cli.commands.run import run

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import DEADLINE_S, ROOT, Launch, Result, run_launch, wait_until, wait_until_gone
+from harness.launch.command import DEADLINE_S, ROOT, Launch, Result, run_launch, wait_until, wait_until_gone
+from harness.launch.sshd import LoopbackSshd
 from harness.ports import free_port
-from harness.sshd import LoopbackSshd
 
 from launcher.base.processes import members_of_job
 

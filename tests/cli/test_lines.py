@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.terminal import TerminalLaunch
+from harness.launch.terminal import TerminalLaunch
 
 from launcher.cli.console.lines import MixedLines
 

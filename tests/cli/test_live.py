@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import DEADLINE_S, ROOT, run_launch, wait_until_gone
-from harness.sshd import LoopbackSshd
-from harness.terminal import TerminalLaunch
+from harness.launch.command import DEADLINE_S, ROOT, run_launch, wait_until_gone
+from harness.launch.sshd import LoopbackSshd
+from harness.launch.terminal import TerminalLaunch
 
 from launcher.base import progress
 from launcher.base.processes import members_of_job

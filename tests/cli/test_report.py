@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.launching import run_here, run_launch
+from harness.launch.command import run_here, run_launch
 
 from launcher.agent import probe
 from launcher.hosts import inventory

@@ -15,7 +15,7 @@ from typing import Any
 import click
 import pytest
 from click.testing import CliRunner
-from harness.launching import ROOT, run_here, run_launch
+from harness.launch.command import ROOT, run_here, run_launch
 
 from launcher.base.errors import UsageError
 from launcher.cli.commands.run import run

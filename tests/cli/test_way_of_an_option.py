@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 import pytest
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 
 MAX_FILES = 4
 

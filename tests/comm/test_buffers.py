@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness import zoo
-from harness.ranks import run_on_ranks
+from harness.train import zoo
+from harness.train.ranks import run_on_ranks
 
 from launcher.comm import buffers
 from launcher.comm.buffers import BufferPool

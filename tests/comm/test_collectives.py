@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 
 from launcher.base.errors import EngineError
 from launcher.comm import pending

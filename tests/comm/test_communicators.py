@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.collective import communicators, late_group
-from harness.ranks import run_on_ranks
+from harness.train.collective import communicators, late_group
+from harness.train.ranks import run_on_ranks
 from torch import Tensor
 
 from launcher.comm.groups import RankGroup, group_of_flags, world_group

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.onebit import BLOCK, ReferenceMean
-from harness.ranks import run_on_ranks
+from harness.train.onebit import BLOCK, ReferenceMean
+from harness.train.ranks import run_on_ranks
 from torch import Tensor
 
 from launcher.comm import observe

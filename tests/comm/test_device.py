@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.logs import logged
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 from torch import nn
 
 import launcher

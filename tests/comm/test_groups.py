@@ -10,9 +10,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness import scripts
-from harness.behind import runs_behind_host
-from harness.forked import run_ranks
-from harness.ranks import RankPool, run_on_ranks
+from harness.train.behind import runs_behind_host
+from harness.train.forked import run_ranks
+from harness.train.ranks import RankPool, run_on_ranks
 
 from launcher.base.errors import EngineError, UsageError
 from launcher.comm.groups import agree_on_group, has_own_reduce_group, world_group

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.forked import run_ranks
-from harness.launching import ROOT
+from harness.launch.command import ROOT
+from harness.train.forked import run_ranks
 
 SUM_OF_RANKS = """
     import sys, torch, launcher

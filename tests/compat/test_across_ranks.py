@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from harness.forked import run_ranks
 from harness.scripts import write
+from harness.train.forked import run_ranks
 
 RUN = """
 import launcher.compat; launcher.compat.install()

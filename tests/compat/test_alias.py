@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 from harness import scripts
 from harness.child import run_python
-from harness.forked import run_ranks
-from harness.launching import ROOT, run_forked, run_launch
+from harness.launch.command import ROOT, run_forked, run_launch
 from harness.scripts import write
+from harness.train.forked import run_ranks
 from torch.distributed.run import main as torchrun
 
 INSTALL = "import launcher.compat; launcher.compat.install()\n"
@@ -144,6 +144,7 @@ def test_the_option_chooses_the_engine(tmp_path: Path) -> None:
         assert expected in result.out
 
 
+@pytest.mark.long  # the import of accelerate
 def test_a_rank_with_a_launcher_file_of_its_own_starts_as_before(tmp_path: Path) -> None:
     scripts.write(tmp_path, "VALUE = 3", "launcher.py")
     look = "import launcher; print('own', hasattr(launcher, 'VALUE'))"
@@ -182,7 +183,7 @@ with open(f"rank_{dist.get_rank()}", "w") as file:
 """
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_script_under_torchrun_needs_one_line(tmp_path: Path) -> None:
     command = ["torchrun", "--standalone", "--nproc_per_node", "1", write(tmp_path, TRAINING)]
     result = run_forked(tmp_path, command, torchrun, env={"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""})
@@ -209,6 +210,7 @@ def test_initialize_alone_leaves_a_process_group(tmp_path: Path) -> None:
     assert (tmp_path / "rank_0").read_text() == "1 0 1 1 5\n"
 
 
+@pytest.mark.long
 @pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 def test_transformers_finds_it(tmp_path: Path) -> None:
     code = f"{INSTALL}from transformers.integrations import is_deepspeed_available; print(is_deepspeed_available())"

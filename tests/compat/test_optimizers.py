@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.forked import run_ranks
 from harness.scripts import write
+from harness.train.forked import run_ranks
 
 from launcher.base.errors import EngineError
 from launcher.compat.optimizers import DeepSpeedCPUAdam

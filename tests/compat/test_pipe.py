@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F

@@ -6,8 +6,8 @@ import json
 from typing import Any
 
 import pytest
-from harness.forked import run_ranks
 from harness.scripts import write
+from harness.train.forked import run_ranks
 
 from launcher.compat.names import REFUSED as REFUSED_MODULES
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from harness.forked import run_ranks
 from harness.scripts import write
+from harness.train.forked import run_ranks
 
 INSTALL = "import launcher.compat; launcher.compat.install()"  # as in ranks that `launch` starts
 SCRIPT = """

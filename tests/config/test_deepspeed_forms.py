@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.deepspeed import PEERS, available
 from harness.needs import need
+from harness.train.deepspeed import PEERS, available
 
 from launcher.base.errors import ConfigError
 from launcher.config.load import LoadedConfig, load_config

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from harness.checkpoints import write_checkpoint
-from harness.forked_ranks import in_forks
-from harness.launching import run_launch
+from harness.launch.command import run_launch
+from harness.launch.forked_ranks import in_forks
+from harness.launch.sshd import LoopbackSshd
 from harness.pages import PAGES, ROOT, Shown, blocks_of, commands, resolved, words_of
-from harness.sshd import LoopbackSshd
 
 from launcher.cli.main import cli
 
@@ -139,7 +139,7 @@ OTHERS = {
     "source .venv/bin/activate",
     "py-spy dump --native --pid PID",
 }
-BENCHMARK = re.compile(r"benchmarks/(\w+)\.py")
+BENCHMARK = re.compile(r"((?:benchmarks|tests/soak)/(\w+))\.py")
 # Words that the pages use where a reader writes his own -> those of the sandbox, in this order.
 PLACEHOLDERS = {
     r"--lint FILE": "--lint train.slurm",
@@ -229,10 +229,10 @@ def test_what_runs_elsewhere_runs_there(command: str, place: str) -> None:
 @pytest.mark.parametrize("shown", [each for each in SHOWN if BENCHMARK.search(each.text)], ids=lambda each: each.place)
 def test_a_benchmark_has_the_options_that_a_page_gives_it(shown: Shown) -> None:
     """Each runs in its short form in tests/test_benchmarks.py, or in a test of its own."""
-    (name,) = BENCHMARK.findall(shown.text)
+    ((path, name),) = BENCHMARK.findall(shown.text)
     short_forms = (ROOT / "tests/test_benchmarks.py").read_text()
     assert re.search(rf'^    "{name}": \(|^    elsewhere = .*"{name}"', short_forms, re.MULTILINE)
-    sources = [(ROOT / "benchmarks" / f"{each}.py").read_text() for each in (name, "common")]
+    sources = [(ROOT / f"{each}.py").read_text() for each in (path, "benchmarks/common")]
     behind = shown.text.partition(".py")[2]
     assert [word for word in re.findall(r" (--[\w-]+)", behind) if f'"{word}"' not in "".join(sources)] == []
 

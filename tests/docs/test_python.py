@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from harness import page_programs
-from harness.forked import run_ranks
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 from harness.pages import Block, blocks_of, python_blocks
+from harness.train.forked import run_ranks
 
 KERNEL = "tests/notebook/test_kernel.py"
 # Page, and what is in the block -> the test that runs it.

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 import pytest
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 
 PAGE = (ROOT / "docs/walks.md").read_text()
 # | number | `file` | `function` | `handed on as` | what happens |

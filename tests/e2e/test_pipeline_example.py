@@ -6,8 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from harness.forked import run_ranks
-from harness.launching import ROOT
+from harness.launch.command import ROOT
+from harness.train.forked import run_ranks
 
 EXAMPLE = ROOT / "examples" / "pipeline.py"
 
@@ -29,7 +29,7 @@ def test_two_stages_train(tmp_path: Path) -> None:
     assert re.search(r"pipeline: rank 0 was idle for \d+% of step 10 \(1f1b: 20% in theory\)", out)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_three_axes_train_together(tmp_path: Path) -> None:
     (first, last, _), out = _losses(tmp_path, 8, "3d")
     assert last < first < 5.8

@@ -8,10 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.forked import run_ranks
-from harness.forked_ranks import in_forks
-from harness.launching import ROOT, Result, run_forked, run_launch
-from harness.sshd import LoopbackSshd
+from harness.launch.command import ROOT, Result, run_forked, run_launch
+from harness.launch.forked_ranks import in_forks
+from harness.launch.sshd import LoopbackSshd
+from harness.train.forked import run_ranks
 
 pytestmark = pytest.mark.cluster
 EXAMPLE = ROOT / "examples" / "train_gpt.py"
@@ -29,7 +29,7 @@ def losses(result: Result) -> list[str]:
     return re.findall(r"step +\d+/6  loss (\d+\.\d+)", result.out)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_same_losses_on_this_machine_and_over_ssh(sshd: LoopbackSshd, tmp_path: Path) -> None:
     folders = [tmp_path / name for name in ("local", "ssh")]
     for folder in folders:
@@ -46,7 +46,7 @@ def test_same_losses_on_this_machine_and_over_ssh(sshd: LoopbackSshd, tmp_path: 
         assert "zero stage 2" in result.out
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_same_losses_at_stage_3(tmp_path: Path) -> None:
     found = []
     for name in ("zero2", "zero3"):

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import zoo
 from harness.logs import logged
-from harness.parity import weight_distance
-from harness.ranks import run_on_ranks
-from harness.zoo import LR, SAMPLES, WEIGHT_DECAY, batches, build
+from harness.train import zoo
+from harness.train.parity import weight_distance
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import LR, SAMPLES, WEIGHT_DECAY, batches, build
 from torch import Tensor
 
 import launcher

@@ -10,7 +10,7 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 from torch import nn
 from torch.utils.data import TensorDataset
 

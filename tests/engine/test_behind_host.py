@@ -14,11 +14,11 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.behind import Waits, runs_behind_host
 from harness.logs import logged
-from harness.parity import Case, Trajectory, make_model, micro_batches, train_engine, weight_distance
-from harness.ranks import run_on_ranks
-from harness.zoo import batches, build
+from harness.train.behind import Waits, runs_behind_host
+from harness.train.parity import Case, Trajectory, make_model, micro_batches, train_engine, weight_distance
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import batches, build
 from torch import Tensor, nn
 
 import launcher

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import split_models
 from harness.logs import logged
-from harness.ranks import run_on_ranks
+from harness.train import split_models
+from harness.train.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 

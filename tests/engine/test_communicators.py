@@ -15,11 +15,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness.collective import CountingCommunicator, communicators, late_group
 from harness.logs import logged
-from harness.offload import late_link
-from harness.parity import Case, Trajectory, check_fp32, train_engine, train_mixed, worst_relative
-from harness.ranks import run_on_ranks
+from harness.train.collective import CountingCommunicator, communicators, late_group
+from harness.train.offload import late_link
+from harness.train.parity import Case, Trajectory, check_fp32, train_engine, train_mixed, worst_relative
+from harness.train.ranks import run_on_ranks
 from torch import nn
 
 from launcher.base.log import get_logger

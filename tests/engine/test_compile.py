@@ -6,8 +6,8 @@ import sys
 
 import pytest
 import torch
-from harness.parity import Case, TinyLM, Trajectory, make_model, micro_batches
-from harness.ranks import run_on_ranks
+from harness.train.parity import Case, TinyLM, Trajectory, make_model, micro_batches
+from harness.train.ranks import run_on_ranks
 from torch import Tensor
 from torch.nn import functional as F
 

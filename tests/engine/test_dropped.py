@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.ranks import run_on_ranks
-from harness.zoo import LR, SAMPLES, WEIGHT_DECAY, batches, build, train_plain
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import LR, SAMPLES, WEIGHT_DECAY, batches, build, train_plain
 
 import launcher
 from launcher.zero.unit import FlatUnit

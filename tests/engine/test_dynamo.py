@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from harness import scripts
-from harness.launching import run_launch
+from harness.launch.command import run_launch
 
 from launcher.engine.build import without_dynamo
 
@@ -27,7 +27,7 @@ SCRIPT = """
 """
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_step_needs_neither_compiler_and_compiling_works_afterwards(tmp_path: Path) -> None:
     result = run_launch(tmp_path, scripts.write(tmp_path, SCRIPT))
     assert result.code == 0, result.err

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import zoo
-from harness.behind import runs_behind_host
-from harness.parity import weight_distance
-from harness.ranks import run_on_ranks
-from harness.zoo import batches, build
+from harness.train import zoo
+from harness.train.behind import runs_behind_host
+from harness.train.parity import weight_distance
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import batches, build
 from torch import Tensor, nn
 
 import launcher

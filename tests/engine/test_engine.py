@@ -14,7 +14,7 @@ from unittest import mock
 import pytest
 import torch
 from harness.logs import logged
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import TensorDataset

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 from harness import scripts
-from harness.forked import run_ranks
-from harness.launching import slowness
-from harness.ranks import run_on_ranks
-from harness.zoo import LR, build
+from harness.launch.command import slowness
+from harness.train.forked import run_ranks
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import LR, build
 from torch import Tensor
 
 import launcher

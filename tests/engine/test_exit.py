@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.forked import run_ranks
-from harness.launching import run_launch, slowness
+from harness.launch.command import run_launch, slowness
+from harness.train.forked import run_ranks
 
 TRAIN = """
     import atexit, os, pathlib, sys, time, torch, launcher

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable
 
 import pytest
 import torch
-from harness.behind import runs_behind_host
-from harness.parity import weight_distance
-from harness.ranks import run_on_ranks
-from harness.zoo import LR, batches, build, engine_of
+from harness.train.behind import runs_behind_host
+from harness.train.parity import weight_distance
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import LR, batches, build, engine_of
 from torch import Tensor, nn
 
 import launcher

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from harness.logs import logged
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 from torch import nn
 
 import launcher

@@ -12,8 +12,8 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from harness.checkpoint_runs import config, make_engine, train
-from harness.ranks import run_on_ranks
+from harness.train.checkpoint_runs import config, make_engine, train
+from harness.train.ranks import run_on_ranks
 from torch import nn
 
 import launcher.zero

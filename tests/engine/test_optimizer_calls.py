@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness.parity import weight_distance
-from harness.ranks import run_on_ranks
-from harness.zoo import LR, WEIGHT_DECAY, batches, build, engine_of, train_plain
+from harness.train.parity import weight_distance
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import LR, WEIGHT_DECAY, batches, build, engine_of, train_plain
 from torch import Tensor
 
 from launcher.base.errors import EngineError

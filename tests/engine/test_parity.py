@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.parity import (
+from harness.train.parity import (
     RESTLESS_SCALE,
     Case,
     Trajectory,
@@ -20,7 +20,7 @@ from harness.parity import (
     train_mixed,
     worst_relative,
 )
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.adamw import engines_adamw
 from harness.logs import logged
-from harness.parity import limit, weight_distance
-from harness.ranks import run_on_ranks
-from harness.zoo import LR, SAMPLES, WEIGHT_DECAY, WIDTH, batches, build, train_plain
+from harness.train.adamw import engines_adamw
+from harness.train.parity import limit, weight_distance
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import LR, SAMPLES, WEIGHT_DECAY, WIDTH, batches, build, train_plain
 from torch import Tensor, nn
 
 import launcher

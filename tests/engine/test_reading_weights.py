@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn.utils import parameters_to_vector
 

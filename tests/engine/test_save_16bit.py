@@ -8,7 +8,7 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 from safetensors.torch import load_file
 from torch import Tensor, nn
 

@@ -1,4 +1,4 @@
-"""Random programs of what users call on an engine, each beside plain torch: see `harness.programs`.
+"""Random programs of what users call on an engine, each beside plain torch: see `harness.train.programs`.
 
 A program that fails is printed as a call of `run_program`, made as small as hypothesis can. What it teaches goes into
 `PROGRAMS`, which are run each time. The variable SEQUENCES is the number of random programs of each
@@ -13,12 +13,12 @@ from typing import Any
 
 import hypothesis
 import pytest
-from harness.calls import Act, Setting
-from harness.programs import run_program
+from harness.train.calls import Act, Setting
+from harness.train.programs import run_program
 from hypothesis import given
 from hypothesis import strategies as st
 
-NUM_SHORT, NUM_LONG = 200, int(os.environ.get("SEQUENCES", "500"))
+NUM_QUICK, NUM_SHORT, NUM_LONG = 100, 200, int(os.environ.get("SEQUENCES", "500"))
 
 # What the documentation refuses: kind -> the error's class, and a part of its text. Every rank must raise it.
 ERRORS = {
@@ -301,9 +301,16 @@ def programs(draw: Any, *, longest: int, num_ranks: int = 2) -> tuple[list[Setti
 _ANY_PACE = {"deadline": None, "suppress_health_check": list(hypothesis.HealthCheck), "database": None}
 
 
-@hypothesis.settings(max_examples=NUM_SHORT, derandomize=True, **_ANY_PACE)
+@hypothesis.settings(max_examples=NUM_QUICK, derandomize=True, **_ANY_PACE)
 @given(programs(longest=16))
 def test_random_programs(program: tuple[list[Setting], list[Act]]) -> None:
+    run_program(*program, ERRORS)
+
+
+@pytest.mark.long
+@hypothesis.settings(max_examples=NUM_SHORT, derandomize=True, **_ANY_PACE)
+@given(programs(longest=16))
+def test_more_random_programs(program: tuple[list[Setting], list[Act]]) -> None:
     run_program(*program, ERRORS)
 
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 from harness.logs import logged
-from harness.ranks import run_on_ranks
-from harness.zoo import LR, SAMPLES, WIDTH, build
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import LR, SAMPLES, WIDTH, build
 from torch import Tensor
 
 import launcher

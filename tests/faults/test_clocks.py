@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, slowness, wait_until
+from harness.launch.command import ROOT, Launch, slowness, wait_until
+from harness.launch.nodes import MortalNodes, available
+from harness.launch.sshd import LoopbackSshd
 from harness.needs import need
-from harness.nodes import MortalNodes, available
-from harness.sshd import LoopbackSshd
 
 # In every python of the job, on every host: `time.time()` is off by what a file says now.
 _SETTABLE_CLOCK = """

@@ -1,20 +1,16 @@
-"""Some cells of the fault matrix, on the real thing; benchmarks/fault_matrix.py runs all of them."""
+"""Some cells of the fault matrix, on the real thing; tests/soak/fault_matrix.py runs all of them."""
 
 from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness import nodes, slurm, sshd
-from harness.launching import ROOT
+from harness.launch import nodes, slurm, sshd
 from harness.needs import need
-
-sys.path.insert(0, str(ROOT / "benchmarks"))
-from fault_matrix import FAULTS, LIMIT_S, Fault, Places, run_fault  # benchmarks are not a package
+from soak.fault_matrix import FAULTS, LIMIT_S, Fault, Places, run_fault
 
 NEEDS = {
     "local": lambda: None if os.geteuid() == 0 else "cgroups and mounts need root",
@@ -34,7 +30,14 @@ TESTED = {
     "srun": ("rank out of memory", "rank hangs", "node crashes", "network partition"),
 }
 BY_NAME = {fault.name: fault for fault in FAULTS}
-CELLS = [(transport, BY_NAME[name]) for transport, names in TESTED.items() for name in names]
+# A Slurm of its own in network namespaces; the same over SSH is in test_nodes.py.
+LONG = {("srun", "node crashes"), ("srun", "network partition")}
+CELLS = [
+    pytest.param(transport, BY_NAME[name], id=f"{transport}-{name.replace(' ', '_')}", marks=marks)
+    for transport, names in TESTED.items()
+    for name in names
+    for marks in [pytest.mark.long if (transport, name) in LONG else []]
+]
 
 
 @pytest.fixture(scope="module", params=NEEDS)
@@ -45,12 +48,7 @@ def places(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.mark.cluster
-@pytest.mark.parametrize(
-    ("places", "fault"),
-    CELLS,
-    indirect=["places"],
-    ids=[f"{transport}-{fault.name.replace(' ', '_')}" for transport, fault in CELLS],
-)
+@pytest.mark.parametrize(("places", "fault"), CELLS, indirect=["places"])
 def test_cell(places: Places, fault: Fault, tmp_path: Path) -> None:
     with places.place_for(fault) as place:
         place.num_flood_blocks = min(place.num_flood_blocks, 60)  # less than a second's

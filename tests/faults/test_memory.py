@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.control_groups import memory_groups
-from harness.launching import ROOT
+from harness.launch.command import ROOT
+from harness.launch.control_groups import memory_groups
 from harness.needs import need
 
 _LIMIT_BYTES = 200 << 20

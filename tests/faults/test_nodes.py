@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import Launch, run_launch, slowness, wait_until
+from harness.launch.command import Launch, run_launch, slowness, wait_until, with_limits
+from harness.launch.nodes import MortalNodes, available
 from harness.needs import need
-from harness.nodes import MortalNodes, available
 
 from launcher.base.processes import members_of_job
 from launcher.base.timeouts import timeouts
@@ -33,11 +33,17 @@ def options_of(nodes: MortalNodes) -> list[str]:
     return ["--hostfile", str(nodes.hostfile), "--ssh_config", str(nodes.ssh_config), "--lease", str(lease_s)]
 
 
+def limits() -> dict[str, str]:
+    """Return an environment in which a lost host is asked for a third of the usual time."""
+    return with_limits(1 / 3)
+
+
 def start(nodes: MortalNodes, folder: Path, *more: str, script: str = "STUBBORN") -> Launch:
     path = scripts.write(folder, getattr(scripts, script))
-    return Launch(folder, *options_of(nodes), "--grace", "0.5", *more, path)
+    return Launch(folder, *options_of(nodes), "--grace", "0.5", *more, path, env=limits())
 
 
+@pytest.mark.long  # each rank imports torch, in its namespaces
 def test_ranks_of_different_nodes_train_together(nodes: MortalNodes, tmp_path: Path) -> None:
     path = scripts.write(
         tmp_path,
@@ -133,10 +139,9 @@ def test_after_a_crash_hosts_are_left_out_until_the_elastic_batch_fits(tmp_path:
     (tmp_path / "ds.json").write_text(json.dumps(ELASTIC))
     with MortalNodes(tmp_path, 4) as nodes:
         nodes.hostfile.write_text("".join(f"{node.address} slots=1\n" for node in nodes.nodes))
-        restarts = ("--grace", "0.5", "--max-restarts", "1", "--min-nodes", "2")
-        job = Launch(
-            tmp_path, *options_of(nodes), *restarts, script, "--deepspeed", "ds.json", env={"OMP_NUM_THREADS": "1"}
-        )
+        options = (*options_of(nodes), "--grace", "0.5", "--max-restarts", "1", "--min-nodes", "2")
+        env = {"OMP_NUM_THREADS": "1", **limits()}
+        job = Launch(tmp_path, *options, script, "--deepspeed", "ds.json", env=env)
         wait_until(lambda: job.out.count("PLAN 8 = 2 x 1 x 4") == 4, "the first world", 60)
         nodes.nodes[1].crash()
         result = job.wait(60)

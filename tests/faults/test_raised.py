@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 from harness import scripts
-from harness.launching import Launch, run_launch, slowness, wait_until, wait_until_gone
+from harness.launch.command import Launch, run_launch, slowness, wait_until, wait_until_gone
 
 HANGS_ON_THE_WAY_OUT = """
     import atexit, os, sys, threading, time

@@ -1,4 +1,4 @@
-"""A few rounds of benchmarks/random_kills.py."""
+"""A few rounds of tests/soak/random_kills.py."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import os
 import subprocess
 import sys
 
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 
 
 def test_random_kills_leave_nothing_behind() -> None:
     command = [
         sys.executable,
-        str(ROOT / "benchmarks" / "random_kills.py"),
+        str(ROOT / "tests/soak/random_kills.py"),
         "--count",
         "4",
     ]  # more of them in `make soak-short`

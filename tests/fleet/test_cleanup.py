@@ -6,7 +6,7 @@ import threading
 from typing import Any, cast
 
 import pytest
-from harness.launching import DEADLINE_S
+from harness.launch.command import DEADLINE_S
 
 from launcher.agent.wire import MAGIC, PROTOCOL_VERSION, Bye, Hello, encode
 from launcher.base.errors import TransportError

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import DEADLINE_S, Launch, run_launch, slowness, wait_until
-from harness.sshd import MuteServer, StalledServer
+from harness.launch.command import DEADLINE_S, Launch, run_launch, slowness, wait_until
+from harness.launch.sshd import MuteServer, StalledServer
 
 from launcher.base.errors import LauncherError, TransportError
 from launcher.cluster.cluster import Host

@@ -8,7 +8,7 @@ import time
 from typing import Any, cast
 
 import pytest
-from harness.launching import DEADLINE_S
+from harness.launch.command import DEADLINE_S
 
 from launcher.agent.wire import MAGIC, PROTOCOL_VERSION, Bye, Decoder, Hello, Message, Ping, Pong, Stop, encode
 from launcher.base.errors import TransportError

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, run_launch, wait_until_gone
+from harness.launch.command import ROOT, run_launch, wait_until_gone
 
 from launcher.agent.wire import Bye, Exited, Message, Output, PortPicked, Raised, SpawnFailed, Started
 from launcher.base.errors import ProtocolError

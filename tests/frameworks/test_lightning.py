@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.forked_ranks import in_forks
-from harness.hf_job import environment
-from harness.launching import run_launch
+from harness.launch.command import run_launch
+from harness.launch.forked_ranks import in_forks
 from harness.needs import need
 from harness.scripts import write
+from harness.train.hf_job import environment
 
+pytestmark = pytest.mark.long  # the import of Lightning, and a dozen trainings
 LIGHTNING = Path(sys.prefix) / "lightning"
 NUM_RANKS = 2
 STRATEGIES = ["trainer 1", "trainer 2", "trainer 2_offload", "trainer 3", "trainer 3_offload", "accumulation 3"]
@@ -29,7 +30,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Found]:
     folder = tmp_path_factory.mktemp("lightning")
     script = write(folder, "from frameworks.lightning_cases import main\nmain()\n", "job.py")
     names = ["trainer ddp", "accumulation ddp", "fabric ddp", *STRATEGIES]
-    words = in_forks(script, *names, preload="harness.lightning_imports")
+    words = in_forks(script, *names, preload="harness.train.lightning_imports")
     result = run_launch(folder, f"--num_gpus={NUM_RANKS}", *words, env=environment())
     assert result.code == 0, result.out + result.err
     return [json.loads((folder / f"cases_of_rank_{rank}.json").read_text()) for rank in range(NUM_RANKS)]

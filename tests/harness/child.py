@@ -8,7 +8,7 @@ import sys
 import textwrap
 from pathlib import Path
 
-from harness.launching import DEADLINE_S, ROOT
+from harness.launch.command import DEADLINE_S, ROOT
 
 
 def run_python(

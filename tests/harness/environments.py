@@ -9,7 +9,7 @@ import sysconfig
 import venv
 from pathlib import Path
 
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 
 
 def make_environment(folder: Path, *, with_user_site: bool = False) -> Path:

@@ -20,7 +20,7 @@ _PROGRAMS = re.compile(
     r"(%%?launch|launch|make|pip|python3?|accelerate|deepspeed|torchrun|srun|sbatch|ssh[\w-]*|py-spy|eval|source|cd|export"
     r"|\.ci/[\w-]+)(?= |$)"
 )
-_OF_A_BENCHMARK = r"(?:\w+=\S+ )?(?:launch|python) (?:[^`]* )?benchmarks/\w+\.py[^`]*"
+_OF_A_BENCHMARK = r"(?:\w+=\S+ )?(?:launch|python) (?:[^`]* )?(?:benchmarks|tests/soak)/\w+\.py[^`]*"
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.launching import slowness
+from harness.launch.command import slowness
 from harness.ports import free_port
 
 START_S = 60.0

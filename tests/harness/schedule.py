@@ -21,7 +21,7 @@ _SECONDS = Path(__file__).with_name("seconds.json")
 _UNKNOWN_S = 1.0  # of a file that is not listed: most take less
 _NUM_SHOWN = 12
 _SLURM = "slurm"
-_RANKS = ("from harness.ranks import", "from harness.programs import")
+_RANKS = ("from harness.train.ranks import", "from harness.train.programs import")
 
 
 def group_of(nodeid: str) -> str:

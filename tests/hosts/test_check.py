@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.launching import Launch, run_launch, slowness, wait_until
-from harness.sshd import LoopbackSshd, StalledServer
+from harness.launch.command import Launch, run_launch, slowness, wait_until
+from harness.launch.sshd import LoopbackSshd, StalledServer
 
 from launcher.base.timeouts import Timeouts
 from launcher.cli.commands.check import exit_code_of

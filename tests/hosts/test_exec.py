@@ -12,8 +12,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness.launching import ROOT, Launch, nap, run_launch, wait_until
-from harness.sshd import LoopbackSshd
+from harness.launch.command import ROOT, Launch, nap, run_launch, wait_until
+from harness.launch.sshd import LoopbackSshd
 
 from launcher.cli.commands.exec import ExecDisplay, show_results
 from launcher.cluster.cluster import Host

@@ -8,8 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.launching import Launch, command_lines, nap, run_launch, running, slowness, wait_until
-from harness.sshd import LoopbackSshd
+from harness.launch.command import Launch, command_lines, nap, run_launch, running, slowness, wait_until
+from harness.launch.sshd import LoopbackSshd
 
 from launcher.cluster.cluster import Host
 from launcher.hosts import shell_session

@@ -8,7 +8,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness.launching import DEADLINE_S
+from harness.launch.command import DEADLINE_S
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,4 +1,4 @@
-"""Training loops of a script's own with accelerate's `Accelerator`, for `harness.hf_job`."""
+"""Training loops of a script's own with accelerate's `Accelerator`, for `harness.train.hf_job`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters of peft and the trainers of trl on the engine, for `harness.hf_job`."""
+"""Adapters of peft and the trainers of trl on the engine, for `harness.train.hf_job`."""
 
 from __future__ import annotations
 

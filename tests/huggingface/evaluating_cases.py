@@ -1,4 +1,4 @@
-"""Runs of transformers' Trainer that evaluate, and the example of a loop without it, for `harness.hf_job`."""
+"""Runs of transformers' Trainer that evaluate, and the example of a loop without it, for `harness.train.hf_job`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 from harness.refused import refused
 from huggingface.saving_cases import configured, run, trainer_of
 from huggingface.trainer_cases import model_and_data

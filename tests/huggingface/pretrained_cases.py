@@ -1,4 +1,4 @@
-"""Models that transformers builds and loads while a ZeRO-3 config is alive, for `harness.hf_job`."""
+"""Models that transformers builds and loads while a ZeRO-3 config is alive, for `harness.train.hf_job`."""
 
 from __future__ import annotations
 
@@ -326,7 +326,7 @@ def case_generated_by_t5(folder: Path) -> Any:
 
 def case_example(folder: Path) -> Any:
     """The texts of the example of inference, with its parameters in host memory and on disk."""
-    from harness.launching import ROOT
+    from harness.launch.command import ROOT
 
     sys.path.insert(0, str(ROOT / "examples"))
     import deepspeed

@@ -1,4 +1,4 @@
-"""Runs of transformers' Trainer that save, resume and evaluate, for `harness.hf_job`."""
+"""Runs of transformers' Trainer that save, resume and evaluate, for `harness.train.hf_job`."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Runs of the Trainer and of accelerate whose ranks have parts of sequences, for `harness.hf_job`."""
+"""Runs of the Trainer and of accelerate whose ranks have parts of sequences, for `harness.train.hf_job`."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from harness.hf_job import begin_anew
+from harness.train.hf_job import begin_anew
 from huggingface.trainer_cases import Log, config_of, log_of, train, trainer_of
 
 
@@ -239,7 +239,7 @@ def case_reads(folder: Path) -> dict[str, list[int]]:
     from unittest import mock
 
     import torch.distributed as dist
-    from harness.behind import Waits
+    from harness.train.behind import Waits
 
     import launcher
     from launcher.comm.communicator import Communicator

@@ -11,10 +11,11 @@ from typing import Any
 
 import pytest
 from harness.environments import make_environment, run_in
-from harness.hf_job import environment, returned, run_cases
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 from harness.ports import free_port
+from harness.train.hf_job import environment, returned, run_cases
 
+pytestmark = pytest.mark.long  # the Trainer, which calls the same of accelerate, is tested each time
 # As `accelerate config` writes it.
 CONFIG = """
 compute_environment: LOCAL_MACHINE
@@ -115,13 +116,12 @@ def test_two_models_with_a_plugin_each(found: Found) -> None:
         assert rank["teacher"][0] == rank["teacher"][1]
 
 
-@pytest.mark.soak
 def test_the_config_file_of_accelerate_is_what_counts(tmp_path: Path) -> None:
     python = make_environment(tmp_path / "environment")
     run_in(tmp_path, python, ROOT / "launcher" / "__main__.py", "deepspeed-command", "install")
     (tmp_path / "accelerate.yaml").write_text(CONFIG)
     options = ["--config_file", "accelerate.yaml", "--main_process_port", str(free_port()), "--module"]
-    job = ["harness.hf_job", "huggingface.accelerator_cases", "from_environment"]
+    job = ["harness.train.hf_job", "huggingface.accelerator_cases", "from_environment"]
     done = run_in(tmp_path, python, "-m", "accelerate.commands.launch", *options, *job, env=environment())
     assert done.returncode == 0, done.stdout + done.stderr
     rank = json.loads((tmp_path / "cases_of_rank_0.json").read_text())["from_environment"]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness.hf_job import returned, run_cases
+from harness.train.hf_job import returned, run_cases
 
 PEFT_CASES = ["lora"]
 SOAK_CASES = ["lora_checkpointed", "prompt_tuning", "sft", "dpo", "reward", "grpo"]

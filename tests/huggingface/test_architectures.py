@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import families
-from harness.hf_job import run_with_transformers
+from harness.train import families
+from harness.train.hf_job import run_with_transformers
 
 # What each has that others do not: nothing; experts that get other tokens on each rank; tied and shared embeddings,
 # buffers and a bias that is read by several layers; weights computed from two parameters each; a state space; several

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from harness.child import run_python
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 
 REST = """
 import sys

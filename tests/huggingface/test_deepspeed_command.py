@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from harness.environments import make_environment, packages_of, run_in
-from harness.launching import ROOT
+from harness.launch.command import ROOT
+from harness.launch.sshd import LoopbackSshd, available
 from harness.needs import need
 from harness.ports import free_port
 from harness.scripts import write
-from harness.sshd import LoopbackSshd, available
 
 FIND = "import importlib.util as u; spec = u.find_spec('deepspeed'); print(spec and spec.origin)"
 OURS = f"{ROOT}/launcher/compat/names.py\n"

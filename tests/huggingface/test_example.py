@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from harness.hf_job import run_with_transformers
-from harness.launching import ROOT
+from harness.launch.command import ROOT
+from harness.train.hf_job import run_with_transformers
 
 COMMAND = (
     "launch --num_gpus 2 examples/hf_trainer.py --deepspeed examples/configs/hf_zero2.json"

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from click.testing import CliRunner
-from harness.launching import ROOT, run_launch
+from harness.launch.command import ROOT, run_launch
 
 from launcher.base.errors import ConfigError, EngineError
 from launcher.cli.main import cli

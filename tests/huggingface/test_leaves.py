@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.mixtures import build
-from harness.ranks import run_on_ranks
+from harness.train.mixtures import build
+from harness.train.ranks import run_on_ranks
 
 import launcher
 from launcher.zero import get_z3_leaf_modules

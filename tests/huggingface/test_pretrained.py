@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.hf_job import returned, run_cases, run_with_transformers
-from harness.launching import ROOT
+from harness.launch.command import ROOT
+from harness.train.hf_job import returned, run_cases, run_with_transformers
 
 CASES = [
     "formats",

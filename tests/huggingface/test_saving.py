@@ -5,8 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from harness.hf_job import returned, run_cases
+from harness.train.hf_job import returned, run_cases
 
+pytestmark = pytest.mark.long  # two dozen runs of the Trainer; its training and pretrained models are tested each time
 MODULES = "huggingface.saving_cases,huggingface.evaluating_cases"
 RESUMED = ["stage_2_own_optimizer", "stage_3", "stage_3_offload"]
 RESUMED_ALSO = ["stage_0", "stage_2", "stage_2_offload"]

@@ -10,9 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.forked_ranks import in_forks
-from harness.hf_job import IMPORTS, environment
-from harness.launching import DEADLINE_S, run_launch
+from harness.launch.command import DEADLINE_S, run_launch
+from harness.launch.forked_ranks import in_forks
+from harness.train.hf_job import IMPORTS, environment
 from huggingface.trainer_cases import ADAMW, WARMUP_DECAY_LR, config_of
 
 SCRIPT = Path(__file__).with_name("train_script.py")
@@ -42,7 +42,7 @@ def config(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize(("world_size", "is_forked"), [(1, False), (2, True)])
+@pytest.mark.parametrize(("world_size", "is_forked"), [pytest.param(1, False, marks=pytest.mark.long), (2, True)])
 def test_launch_runs_a_script_with_its_config_and_adds_nothing_to_what_it_prints(
     world_size: int, is_forked: bool, tmp_path: Path, config: Path
 ) -> None:

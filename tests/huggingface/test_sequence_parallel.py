@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.hf_job import returned, run_cases
+from harness.train.hf_job import returned, run_cases
 
 CASES = ["sequence_parallel", "sequence_parallel_resumed", "sequence_parallel_evaluated"]
 CASES += ["accelerate_sequence_parallel", "masks", "reads", "both_directions", "own_positions", "generates", "refused"]
@@ -25,7 +25,7 @@ since_5 = pytest.mark.skipif(
 )
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_every_stage_trains_as_one_process_does(tmp_path: Path) -> None:
     found = run_cases(tmp_path, "huggingface.sequence_cases", ["every_stage"], num_ranks=4)
     for run in returned(found, "every_stage"):

@@ -8,21 +8,22 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-from harness.hf_job import launch_cases, returned
-from harness.launching import Result
+from harness.launch.command import Result
+from harness.train.hf_job import launch_cases, returned
 
 CASES = [
     "stages",
     "tensor_parallel",
     "schedules",
     "a_step_late",
-    "other_optimizers",
     "adafactor_stage_2",
     "auto",
     "mismatch",
+    "hidden_size",
 ]
-CASES += ["hidden_size", "fp16", "bf16", "accumulation", "padding", "smoothing_and_clipping"]
-CASES += ["gradient_checkpointing", "auto_find_batch_size", "callbacks", "traced"]
+CASES += ["fp16", "bf16", "accumulation", "callbacks", "traced"]
+# Less common ones, or such as the tests of the engine compare with plain torch as well.
+LONG_CASES = ["other_optimizers", "padding", "smoothing_and_clipping", "gradient_checkpointing", "auto_find_batch_size"]
 MODULES = "huggingface.trainer_cases,huggingface.trainer_loop_cases"
 RANKS = (0, 1)
 Log = dict[str, list[Any]]
@@ -45,9 +46,15 @@ class Job(NamedTuple):
 
 @pytest.fixture(scope="module")
 def job(tmp_path_factory: pytest.TempPathFactory) -> Job:
-    """All cases in one job, which then ends with an error that no one catches."""
+    """The other cases, in one job that ends with an error that no one catches."""
     folder = tmp_path_factory.mktemp("trainer")
     return Job(*launch_cases(folder, MODULES, CASES, last="mismatch"))
+
+
+@pytest.fixture(scope="module")
+def long_job(tmp_path_factory: pytest.TempPathFactory) -> Job:
+    """The cases of the long tests."""
+    return Job(*launch_cases(tmp_path_factory.mktemp("trainer_long"), MODULES, LONG_CASES))
 
 
 def assert_same(log: Log, reference: Log, *, but: tuple[str, ...] = (), rel: float = 1e-5) -> None:
@@ -99,7 +106,8 @@ def test_a_schedule_of_the_config_logs_the_rates_of_transformers(job: Job) -> No
         assert_same(logs["config, constant"], late["constant_with_warmup"], but=("rates",))
 
 
-def test_other_optimizers_train_as_ddp_does(job: Job) -> None:
+@pytest.mark.long
+def test_other_optimizers_train_as_ddp_does(long_job: Job) -> None:
     pairs = {
         **{f"{optim}, stage 2": optim for optim in ("sgd", "adagrad", "adamw_torch")},
         "own, stage 3": "own",
@@ -107,7 +115,7 @@ def test_other_optimizers_train_as_ddp_does(job: Job) -> None:
         "sgd, offload, kept": "sgd",
         "adafactor, stage 0": "adafactor",
     }
-    for logs in job.of("other_optimizers"):
+    for logs in long_job.of("other_optimizers"):
         for name, reference in pairs.items():
             assert_same(logs[name], logs[reference])
 
@@ -219,32 +227,36 @@ def test_an_epoch_may_end_within_an_accumulation(job: Job) -> None:
             assert_same(log, plain)
 
 
-def test_batches_of_many_lengths_count_by_their_tokens(job: Job) -> None:
-    for logs in job.of("padding"):
+@pytest.mark.long
+def test_batches_of_many_lengths_count_by_their_tokens(long_job: Job) -> None:
+    for logs in long_job.of("padding"):
         for name in ("stage 2", "stage 3"):
             assert_same(logs[name], logs["plain"])
         assert_same(logs["stage 3, by rank"], logs["plain, by rank"])
         assert logs["plain"]["norms"] != pytest.approx(logs["plain, by rank"]["norms"], rel=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", ["smoothed", "not clipped", "clipped"])
-def test_smoothed_labels_and_clipping_are_as_without_deepspeed(kind: str, job: Job) -> None:
-    for logs in job.of("smoothing_and_clipping"):
+def test_smoothed_labels_and_clipping_are_as_without_deepspeed(kind: str, long_job: Job) -> None:
+    for logs in long_job.of("smoothing_and_clipping"):
         log, plain = logs[f"stage 3, {kind}"], logs[f"plain, {kind}"]
         # transformers 4 logs no norm where it does not clip.
         assert_same(log, plain, but=() if any(plain["norms"]) else ("norms",))
 
 
-def test_gradient_checkpointing_changes_nothing(job: Job) -> None:
-    for logs in job.of("gradient_checkpointing"):
+@pytest.mark.long
+def test_gradient_checkpointing_changes_nothing(long_job: Job) -> None:
+    for logs in long_job.of("gradient_checkpointing"):
         plain = logs.pop("plain")
         assert len(logs) == 4
         for log in logs.values():
             assert_same(log, plain)
 
 
-def test_a_batch_size_that_fits_is_found(job: Job) -> None:
-    for logs in job.of("auto_find_batch_size"):
+@pytest.mark.long
+def test_a_batch_size_that_fits_is_found(long_job: Job) -> None:
+    for logs in long_job.of("auto_find_batch_size"):
         plain = logs.pop("plain")
         of_config = logs.pop("optimizer of the config")
         assert_same(of_config, plain, but=("rates",))

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.ranks import run_on_ranks
-from harness.zoo import WIDTH, build
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import WIDTH, build
 
 import launcher
 

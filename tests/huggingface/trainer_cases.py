@@ -1,11 +1,11 @@
-"""Runs of transformers' Trainer that train, for `harness.hf_job`. What a case returns is compared by its test."""
+"""Runs of transformers' Trainer that train, for `harness.train.hf_job`. What a case returns is compared by its test."""
 
 from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
 
-from harness.hf_job import begin_anew
+from harness.train.hf_job import begin_anew
 
 Log = dict[str, list[Any]]  # of a rank: losses by micro-batch; norms and learning rates that were logged, by step
 

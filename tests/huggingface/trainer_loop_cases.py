@@ -1,4 +1,4 @@
-"""Runs of transformers' Trainer whose batches, passes or loops are special, for `harness.hf_job`."""
+"""Runs of transformers' Trainer whose batches, passes or loops are special, for `harness.train.hf_job`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Behaviours that Hugging Face's own tests of DeepSpeed name and no other module of cases has; for `harness.hf_job`."""
+"""Behaviours that Hugging Face's own tests of DeepSpeed name and no other module has; for `harness.train.hf_job`."""
 
 from __future__ import annotations
 

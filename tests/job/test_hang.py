@@ -10,7 +10,7 @@ from typing import cast
 
 import pytest
 from harness import scripts
-from harness.launching import Launch, run_launch, slowness, wait_until
+from harness.launch.command import Launch, run_launch, slowness, wait_until
 
 from launcher.base.processes import members_of_job
 from launcher.job.hang import HangWatch, find_straggler

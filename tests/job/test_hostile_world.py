@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from harness import scripts
-from harness.launching import (
+from harness.launch.command import (
     ROOT,
     Launch,
     Result,
@@ -29,7 +29,7 @@ from harness.launching import (
     wait_until_gone,
     with_limits,
 )
-from harness.sshd import LoopbackSshd
+from harness.launch.sshd import LoopbackSshd
 
 from launcher.agent import scratch
 from launcher.agent.spawn import spawn_failure

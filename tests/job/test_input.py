@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import DEADLINE_S, ROOT, run_launch
-from harness.terminal import TerminalLaunch
+from harness.launch.command import DEADLINE_S, ROOT, run_launch
+from harness.launch.terminal import TerminalLaunch
 
 LAUNCH = (sys.executable, str(ROOT / "launcher" / "__main__.py"))
 ASKS = "name = input('name? ')\nprint(f'<{name}>', flush=True)\n"

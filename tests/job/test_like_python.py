@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, run_launch
+from harness.launch.command import ROOT, run_launch
 
 # Leaves all that a script can see of how it was started.
 PROBE = """

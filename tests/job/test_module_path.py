@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, run_launch
+from harness.launch.command import ROOT, run_launch
 
 from launcher.agent.wire import MAGIC
 from launcher.slurm.script import Sbatch, render_script

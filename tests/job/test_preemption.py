@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import Launch, run_launch, wait_until
+from harness.launch.command import Launch, run_launch, wait_until
 
 OBEDIENT = """
     import os, sys, time

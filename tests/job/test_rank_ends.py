@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import Launch, run_launch, wait_until, wait_until_gone
+from harness.launch.command import Launch, run_launch, wait_until, wait_until_gone
+from harness.launch.forked_ranks import in_forks
 
 
 def test_what_ranks_leave_running_is_named_and_ended(tmp_path: Path) -> None:
@@ -55,7 +56,9 @@ def test_stacks_begin_with_the_users_code(kind: str, tmp_path: Path) -> None:
 
 
 RECORDED = """
-    import os
+    import os, sys
+    if os.environ["RANK"] == "0" and sys.argv[1:]:
+        sys.exit()
     from torch.distributed.elastic.multiprocessing.errors import record
 
     @record
@@ -70,7 +73,8 @@ RECORDED = """
 @pytest.mark.parametrize("kind", ["script", "program"])
 def test_what_record_of_torch_leaves_is_kept_and_told(kind: str, tmp_path: Path) -> None:
     script = scripts.write(tmp_path, RECORDED)
-    command = [script] if kind == "script" else ["--no_python", sys.executable, script]
+    # A program imports torch itself: one rank does.
+    command = in_forks(script) if kind == "script" else ["--no_python", sys.executable, script, "rank 0 ends at once"]
     result = run_launch(tmp_path, "--num_gpus", "2", *command)
     assert result.code == 1
     (folder,) = (tmp_path / "runs").iterdir()

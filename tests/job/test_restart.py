@@ -15,9 +15,9 @@ from typing import Any, cast
 
 import pytest
 from harness import scripts
-from harness.forked_ranks import in_forks
-from harness.launching import Launch, run_launch, wait_until
-from harness.sshd import LoopbackSshd
+from harness.launch.command import Launch, run_launch, wait_until
+from harness.launch.forked_ranks import in_forks
+from harness.launch.sshd import LoopbackSshd
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import Launch, run_launch, slowness, wait_until, wait_until_gone
+from harness.launch.command import Launch, run_launch, slowness, wait_until, wait_until_gone
 
 from launcher.base.processes import descendants, members_of_job
 from launcher.cluster.devices import all_devices

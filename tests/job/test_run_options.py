@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 from click.testing import CliRunner
 from harness import scripts
-from harness.launching import ROOT, Launch, nap, run_here, run_launch, running, wait_until
-from harness.sshd import LoopbackSshd
+from harness.launch.command import ROOT, Launch, nap, run_here, run_launch, running, wait_until, with_limits
+from harness.launch.sshd import LoopbackSshd
 
 from launcher.cli.main import cli
 
@@ -76,9 +76,8 @@ def test_a_setup_that_takes_long_ends_with_the_launcher(
     hosts = ("--hostfile", LOOPBACK, "--ssh_config", str(sshd.ssh_config)) if is_remote else ("--num-gpus", "1")
     words = ("sleep", nap("1234"))
     setup = f"trap '' HUP INT TERM; {' '.join(words)}; true"
-    run = Launch(
-        tmp_path, *hosts, "--setup", setup, scripts.write(tmp_path, ""), env={} if shell is None else {"SHELL": shell}
-    )
+    env = {**with_limits(1 / 3), **({} if shell is None else {"SHELL": shell})}
+    run = Launch(tmp_path, *hosts, "--setup", setup, scripts.write(tmp_path, ""), env=env)
     wait_until(lambda: len(running(*words)) == 1 + is_remote, "the setup")
     run.signal(number)
     assert run.wait().code == (130 if number == signal.SIGINT else -signal.SIGKILL)

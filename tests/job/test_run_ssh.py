@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, run_launch, wait_until, wait_until_gone
-from harness.sshd import LoopbackSshd
+from harness.launch.command import ROOT, Launch, run_launch, wait_until, wait_until_gone
+from harness.launch.sshd import LoopbackSshd
 
 from launcher.base.processes import members_of_job
 
@@ -56,7 +56,14 @@ def test_a_node_of_its_own_command_waits_for_the_name_of_node_0(tmp_path: Path) 
     assert "! node-1: no-such-host.invalid, where ranks are to meet, cannot be resolved there; give" in result.err
 
 
-@pytest.mark.parametrize(("kind", "code"), [("exit", 3), ("raise", 1), ("SIGKILL", 137)])
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        pytest.param("exit", 3, marks=pytest.mark.long),
+        ("raise", 1),
+        pytest.param("SIGKILL", 137, marks=pytest.mark.long),
+    ],
+)
 def test_a_failure_on_one_host_stops_the_other(sshd: LoopbackSshd, tmp_path: Path, kind: str, code: int) -> None:
     result = run_launch(tmp_path, *options(sshd), scripts.write(tmp_path, scripts.BIPOLAR), kind)
     assert result.code == code

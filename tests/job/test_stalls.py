@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, run_launch, slowness, wait_until, wait_until_gone
-from harness.sshd import LoopbackSshd
-from harness.stalls import DRIVER, LOUD, StalledLog, UnreadPipe
+from harness.launch.command import ROOT, Launch, run_launch, slowness, wait_until, wait_until_gone
+from harness.launch.sshd import LoopbackSshd
+from harness.launch.stalls import DRIVER, LOUD, StalledLog, UnreadPipe
 
 from launcher.base.processes import members_of_job
 
@@ -62,6 +62,7 @@ def whole_lines(output: bytes, prefix: str) -> int:
     return len(numbers)
 
 
+@pytest.mark.long  # as tests/soak/stalls.py, for shorter
 @pytest.mark.cluster
 def test_a_reader_that_pauses_for_longer_than_the_lease_ends_nothing(
     ssh: list[str], tmp_path: Path, pipe: UnreadPipe, lease_s: float
@@ -132,6 +133,7 @@ def test_ctrl_c_ends_a_job_whose_output_nobody_reads(tmp_path: Path, pipe: Unrea
 # ---- the disk of the logs ----
 
 
+@pytest.mark.long  # as tests/soak/stalls.py, for shorter
 @pytest.mark.cluster
 def test_a_disk_that_stalls_for_longer_than_the_lease_ends_nothing(ssh: list[str], tmp_path: Path, job_id: str) -> None:
     log = StalledLog(tmp_path / "runs", job_id)
@@ -198,6 +200,7 @@ def state_of(pid: int) -> str:
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
 
 
+@pytest.mark.long  # as tests/soak/stalls.py, for shorter
 @pytest.mark.cluster
 def test_ctrl_z_for_longer_than_the_lease_ends_nothing(ssh: list[str], tmp_path: Path, lease_s: float) -> None:
     job = Launch(tmp_path, *ssh, scripts.write(tmp_path, TICKS), in_our_session=True)

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import pytest
 import torch
 from harness.logs import logged
-from harness.ranks import run_on_ranks
-from harness.shards import full_shard
-from harness.spans import RULES
+from harness.train.ranks import run_on_ranks
+from harness.train.shards import full_shard
+from harness.train.spans import RULES
 from torch import Tensor, nn
 
 from launcher.comm.buffers import BufferPool

@@ -33,7 +33,7 @@ def run_pytest(name: str, cache: Path, *options: str, **environment: str) -> Non
     assert done.returncode == 0, done.stdout + done.stderr
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @NEEDS_TRITON
 def test_parity_interpreted(tmp_path: Path) -> None:
     run_pytest("triton_parity.py", tmp_path, TRITON_INTERPRET="1")
@@ -51,7 +51,7 @@ def test_parity_on_the_gpu(tmp_path: Path) -> None:
     run_pytest("triton_parity.py", tmp_path, "-m", "soak or not soak")
 
 
-@pytest.mark.soak
+@pytest.mark.long
 @NEEDS_TRITON
 def test_kernels_compile_without_a_gpu(tmp_path: Path) -> None:
     run_pytest("triton_compiles.py", tmp_path)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 import triton
-from harness.spans import RULES, random_shard
+from harness.train.spans import RULES, random_shard
 from triton.backends.compiler import GPUTarget
 
 from launcher.kernels.api import DeviceScale, Lamb, Rule

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from harness.spans import RULES, Shard, check_rounded, check_update, random_shard
+from harness.train.spans import RULES, Shard, check_rounded, check_update, random_shard
 
 from launcher.kernels import triton_device, triton_kernels
 from launcher.kernels.api import Adam, DeviceScale, Lamb, Lion, Rule, Sgd, Span

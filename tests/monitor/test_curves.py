@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from harness.needs import need_module
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 from torch import nn
 
 import launcher

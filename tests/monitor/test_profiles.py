@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness.forked import run_ranks
 from harness.logs import logged
-from harness.ranks import run_on_ranks
 from harness.scripts import write
+from harness.train.forked import run_ranks
+from harness.train.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import nbformat
 import pytest
-from harness.kernel import Kernel
-from harness.launching import ROOT
+from harness.launch.command import ROOT
+from harness.launch.kernel import Kernel
 
 EXAMPLE = ROOT / "examples" / "notebook.ipynb"
 # Run after the example's cells: the environment of a rank is gone, and can be emulated again.
@@ -24,7 +24,7 @@ print("AFTER", "RANK" in os.environ, torch.distributed.is_initialized())
 """
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_example_runs_and_leaves_the_kernel_as_it_was(tmp_path: Path) -> None:
     notebook = nbformat.read(EXAMPLE, as_version=4)
     sources = [cell.source for cell in notebook.cells if cell.cell_type == "code"]

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.kernel import Kernel, text_of, until
-from harness.launching import slowness, wait_until_gone
+from harness.launch.command import slowness, wait_until_gone
+from harness.launch.kernel import Kernel, text_of, until
 
 from launcher.base.processes import members_of_job
 

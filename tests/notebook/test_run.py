@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.launching import DEADLINE_S, ROOT, slowness, wait_until, wait_until_gone
+from harness.launch.command import DEADLINE_S, ROOT, slowness, wait_until, wait_until_gone
 
 import launcher
 from launcher.api import pickling

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.shards import full_shard, shards_of_unit
+from harness.train.shards import full_shard, shards_of_unit
 from torch import Tensor, nn
 
 import launcher

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from harness.shards import full_shard, shards_of_unit
+from harness.train.shards import full_shard, shards_of_unit
 from torch import nn
 
 from launcher.comm.buffers import BufferPool

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness.deepspeed import PEERS, available
 from harness.needs import need
-from harness.zoo import WIDTH
+from harness.train.deepspeed import PEERS, available
+from harness.train.zoo import WIDTH
 from torch import nn
 
 import launcher

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness.lamb import PlainLamb
 from harness.logs import logged
-from harness.onebit import (
+from harness.train.lamb import PlainLamb
+from harness.train.onebit import (
     BETAS,
     EPS,
     SAMPLES,
@@ -22,8 +22,8 @@ from harness.onebit import (
     reference_lamb,
     reference_zero_one,
 )
-from harness.parity import limit
-from harness.ranks import run_on_ranks
+from harness.train.parity import limit
+from harness.train.ranks import run_on_ranks
 from torch import Tensor
 
 import launcher

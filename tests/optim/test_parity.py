@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.lamb import PlainLamb
-from harness.ranks import run_on_ranks
+from harness.train.lamb import PlainLamb
+from harness.train.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness import decoder
-from harness.decoder import BATCH, PARITY_STEPS, batch_of, make_decoder
-from harness.parity import weight_distance
-from harness.ranks import run_on_ranks
+from harness.train import decoder
+from harness.train.decoder import BATCH, PARITY_STEPS, batch_of, make_decoder
+from harness.train.parity import weight_distance
+from harness.train.ranks import run_on_ranks
 from torch import Tensor
 
 import launcher

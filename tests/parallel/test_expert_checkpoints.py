@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness import mixtures
-from harness.ranks import run_on_ranks
+from harness.train import mixtures
+from harness.train.ranks import run_on_ranks
 from torch import Tensor
 
 import launcher

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.mixtures import EXPERTS, WIDTH, Expert
-from harness.ranks import run_on_ranks
+from harness.train.mixtures import EXPERTS, WIDTH, Expert
+from harness.train.ranks import run_on_ranks
 from torch import Tensor, nn
 
 import launcher
@@ -140,7 +140,7 @@ def test_what_is_refused(arguments: dict[str, Any], words: str) -> None:
 
 
 def _refused_by_the_engine(rank: int, world_size: int) -> list[str]:
-    from harness import mixtures
+    from harness.train import mixtures
 
     def build(model: nn.Module, **settings: Any) -> None:
         launcher.initialize(model=model, config=mixtures.config(1, 2, **settings))

@@ -9,10 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import mixtures
-from harness.behind import Waits, runs_behind_host
-from harness.decoder import PARITY_STEPS
-from harness.ranks import run_on_ranks
+from harness.train import mixtures
+from harness.train.behind import Waits, runs_behind_host
+from harness.train.decoder import PARITY_STEPS
+from harness.train.ranks import run_on_ranks
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from harness import decoder, split_models
-from harness.decoder import LENGTH, PARITY_STEPS, VOCABULARY, WIDTH, Block, Decoder
 from harness.logs import logged
 from harness.needs import need
-from harness.parity import weight_distance
-from harness.ranks import run_on_ranks
+from harness.train import decoder, split_models
+from harness.train.decoder import LENGTH, PARITY_STEPS, VOCABULARY, WIDTH, Block, Decoder
+from harness.train.parity import weight_distance
+from harness.train.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader

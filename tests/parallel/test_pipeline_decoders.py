@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness import split_models
-from harness.split_models import EXAMPLE, FAMILIES, TORCH
-from harness.stages import assert_whole, chain
+from harness.train import split_models
+from harness.train.split_models import EXAMPLE, FAMILIES, TORCH
+from harness.train.stages import assert_whole, chain
 from torch import Tensor, nn
 
 from launcher.base.errors import ConfigError, EngineError

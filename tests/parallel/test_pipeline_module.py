@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.stages import assert_whole, chain
+from harness.train.stages import assert_whole, chain
 from torch import Tensor, nn
 
 from launcher.base.errors import ConfigError, EngineError

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
-from harness import sequences
-from harness.decoder import PARITY_STEPS
-from harness.parity import weight_distance
-from harness.ranks import run_on_ranks
-from harness.sequences import BATCH, batch_of, make_decoder
+from harness.train import sequences
+from harness.train.decoder import PARITY_STEPS
+from harness.train.parity import weight_distance
+from harness.train.ranks import run_on_ranks
+from harness.train.sequences import BATCH, batch_of, make_decoder
 from torch import Tensor
 
 import launcher

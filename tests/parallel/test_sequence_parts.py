@@ -8,9 +8,9 @@ from unittest import mock
 
 import pytest
 import torch
-from harness import sequences
-from harness.ranks import run_on_ranks
-from harness.sequences import batch_of, make_decoder, shifted
+from harness.train import sequences
+from harness.train.ranks import run_on_ranks
+from harness.train.sequences import batch_of, make_decoder, shifted
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.nn import functional as F

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness import split_models
-from harness.collective import CountingCommunicator, communicators
-from harness.ranks import run_on_ranks
-from harness.split_models import EXAMPLE, FAMILIES, TORCH
+from harness.train import split_models
+from harness.train.collective import CountingCommunicator, communicators
+from harness.train.ranks import run_on_ranks
+from harness.train.split_models import EXAMPLE, FAMILIES, TORCH
 from torch import Tensor, nn
 
 from launcher.comm.groups import world_group

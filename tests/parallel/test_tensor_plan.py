@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness import split_models
+from harness.train import split_models
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves

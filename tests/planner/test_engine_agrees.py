@@ -10,11 +10,11 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.behind import runs_behind_host
-from harness.cudart import Cudart
-from harness.offload import is_in_host_memory, late_link
-from harness.ranks import run_on_ranks
-from harness.streams import modelled_streams
+from harness.train.behind import runs_behind_host
+from harness.train.cudart import Cudart
+from harness.train.offload import is_in_host_memory, late_link
+from harness.train.ranks import run_on_ranks
+from harness.train.streams import modelled_streams
 from torch import nn
 
 from launcher.comm.device import HostDeviceCopier, PinnedMemory

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from harness import split_models
+from harness.train import split_models
 
 from launcher.base.errors import ConfigError
 from launcher.config.load import load_config

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from harness.launching import wait_until
+from harness.launch.command import wait_until
 
 from launcher.base.errors import LauncherError, TransportError, UsageError
 from launcher.base.secrets import MASK

@@ -10,10 +10,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import hf_job, scripts
-from harness.forked_ranks import in_forks
-from harness.launching import ROOT
-from harness.slurm import LoopbackSlurm
+from harness import scripts
+from harness.launch.command import ROOT
+from harness.launch.forked_ranks import in_forks
+from harness.launch.slurm import LoopbackSlurm
+from harness.train import hf_job
 
 pytestmark = pytest.mark.cluster
 LAUNCH = (sys.executable, "-m", "launcher")
@@ -44,7 +45,7 @@ def environments(out: str) -> list[dict[str, str]]:
     return sorted(found, key=lambda environment: int(environment["RANK"]))
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_the_example_with_the_trainer_runs_on_two_nodes(slurm: LoopbackSlurm, tmp_path: Path) -> None:
     # The script's `launch`, with the address of rank 0: the nodes' names do not resolve here.
     words = [*LAUNCH, "--master_addr", "127.0.0.1", *in_forks(preload=hf_job.IMPORTS)]

@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT
-from harness.slurm import LoopbackSlurm
+from harness.launch.command import ROOT
+from harness.launch.slurm import LoopbackSlurm
 
 pytestmark = pytest.mark.cluster
 LAUNCH = (sys.executable, "-m", "launcher")

@@ -7,7 +7,7 @@ import pickle
 from pathlib import Path
 
 import pytest
-from harness.launching import run_here
+from harness.launch.command import run_here
 
 import launcher
 from launcher.base.errors import TransportError, UsageError

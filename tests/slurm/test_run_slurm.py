@@ -14,8 +14,18 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import ROOT, Launch, nap, run_launch, running, slowness, wait_until, wait_until_gone
-from harness.slurm import LoopbackSlurm
+from harness.launch.command import (
+    ROOT,
+    Launch,
+    nap,
+    run_launch,
+    running,
+    slowness,
+    wait_until,
+    wait_until_gone,
+    with_limits,
+)
+from harness.launch.slurm import LoopbackSlurm
 
 from launcher.base.processes import members_of_job
 from launcher.base.timeouts import Timeouts
@@ -132,7 +142,14 @@ def test_nodes_may_have_different_numbers_of_gpus(slurm: LoopbackSlurm, tmp_path
         assert given in ([("0", "0,1")] * 2 + [("1", "0")], [("0", "0")] + [("1", "0,1")] * 2)
 
 
-@pytest.mark.parametrize(("kind", "code"), [("exit", 3), ("raise", 1), ("SIGKILL", 137)])
+@pytest.mark.parametrize(
+    ("kind", "code"),
+    [
+        pytest.param("exit", 3, marks=pytest.mark.long),
+        ("raise", 1),
+        pytest.param("SIGKILL", 137, marks=pytest.mark.long),
+    ],
+)
 def test_a_failing_rank_ends_all_nodes_with_its_code(
     allocation: dict[str, str], tmp_path: Path, kind: str, code: int
 ) -> None:
@@ -193,7 +210,7 @@ def test_what_a_killed_agent_leaves_ends_whatever_it_has_in_its_environment(
 
 def test_a_dead_node_ends_the_job(slurm: LoopbackSlurm, allocation: dict[str, str], tmp_path: Path) -> None:
     script = scripts.write(tmp_path, "import time; print('READY', flush=True); time.sleep(600)")
-    job = Launch(tmp_path, "--grace", "0.5", "--lease", "8", script, env=allocation)
+    job = Launch(tmp_path, "--grace", "0.5", "--lease", "8", script, env={**allocation, **with_limits(1 / 3)})
     wait_until(lambda: job.out.count("READY") == 6, "the ranks")
     try:
         slurm.stop_node("n3")

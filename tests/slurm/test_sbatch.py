@@ -11,10 +11,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness import hf_job, scripts
-from harness.forked_ranks import in_forks
-from harness.launching import ROOT, Launch, Result, run_here, run_launch, wait_until
-from harness.slurm import LoopbackSlurm
+from harness import scripts
+from harness.launch.command import ROOT, Launch, Result, run_here, run_launch, wait_until
+from harness.launch.forked_ranks import in_forks
+from harness.launch.slurm import LoopbackSlurm
+from harness.train import hf_job
 
 pytestmark = pytest.mark.cluster
 TEMPLATES = sorted((ROOT / "slurm_templates").glob("*.j2"))
@@ -168,6 +169,7 @@ def test_lint_names_line_and_remedy(tmp_path: Path) -> None:
     assert "→ write --ntasks-per-node=1" in result.err
 
 
+@pytest.mark.long  # the same as a default preemption, which Slurm announces in another way
 def test_a_preempted_job_saves_and_starts_again(slurm: LoopbackSlurm, tmp_path: Path) -> None:
     script = scripts.write(
         tmp_path,
@@ -253,7 +255,7 @@ def test_preemption_as_slurm_does_it_by_default_is_a_notice(slurm: LoopbackSlurm
     wait_until(lambda: states(slurm, job) == ["COMPLETED"], "the end", 30)
 
 
-@pytest.mark.soak
+@pytest.mark.long
 def test_a_preempted_training_continues_from_its_checkpoint(slurm: LoopbackSlurm, tmp_path: Path) -> None:
     """The script knows nothing of checkpoints: the config says where, the notice when, the requeue to continue."""
     script = scripts.write(

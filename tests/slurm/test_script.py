@@ -10,7 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from harness.launching import ROOT
+from harness.launch.command import ROOT
 from hypothesis import given
 from hypothesis import strategies as st
 

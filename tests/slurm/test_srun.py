@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launching import DEADLINE_S, ROOT, wait_until
+from harness.launch.command import DEADLINE_S, ROOT, wait_until
 
 from launcher.agent.wire import Call, Decoder, Output, Ping, Pong, Spawn, Started, Stop, encode
 from launcher.base import env

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from harness.launching import run_launch
-from harness.slurm import LoopbackSlurm
+from harness.launch.command import run_launch
+from harness.launch.slurm import LoopbackSlurm
 
 pytestmark = pytest.mark.cluster
 

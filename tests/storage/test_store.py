@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 from harness import disks
-from harness.launching import DEADLINE_S, ROOT
+from harness.launch.command import DEADLINE_S, ROOT
 from harness.needs import need
 
 from launcher.base.errors import EngineError

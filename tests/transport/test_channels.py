@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.launching import DEADLINE_S, wait_until
-from harness.sshd import LoopbackSshd
+from harness.launch.command import DEADLINE_S, wait_until
+from harness.launch.sshd import LoopbackSshd
 
 from launcher.base.errors import TransportError
 from launcher.base.processes import allow_connections, descendants
@@ -30,7 +30,7 @@ from launcher.transport.ssh.transport import SshTransport
 
 TESTS = Path(__file__).resolve().parents[1]
 HOST = Host("127.0.0.1", (0,))
-AGENT = "harness.echo_agent"
+AGENT = "harness.launch.echo_agent"
 
 
 @pytest.fixture(

@@ -7,7 +7,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness.sshd import LoopbackSshd, make_key
+from harness.launch.sshd import LoopbackSshd, make_key
 
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host

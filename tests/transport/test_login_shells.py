@@ -9,8 +9,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from harness.launching import Result, run_launch
-from harness.sshd import LoopbackSshd
+from harness.launch.command import Result, run_launch
+from harness.launch.sshd import LoopbackSshd
 
 from launcher.transport.command import agent_shell_command, with_setup
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from harness.launching import DEADLINE_S, Launch, Result, nap, run_here, run_launch, wait_until
-from harness.sshd import DroppingServer, LoopbackSshd, StalledServer, free_port, make_key
+from harness.launch.command import DEADLINE_S, Launch, Result, nap, run_here, run_launch, wait_until
+from harness.launch.sshd import DroppingServer, LoopbackSshd, StalledServer, free_port, make_key
 
 from launcher.base.errors import TransportError
 from launcher.base.processes import descendants

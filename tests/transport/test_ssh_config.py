@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.launching import running, wait_until
+from harness.launch.command import running, wait_until
 
 from launcher.base.errors import TransportError
 from launcher.base.timeouts import timeouts

@@ -18,8 +18,8 @@ from pathlib import Path
 
 import paramiko
 import pytest
-from harness.launching import DEADLINE_S, run_here, run_launch, slowness
-from harness.sshd import DroppingServer, LoopbackSshd, StalledServer, free_port, make_key
+from harness.launch.command import DEADLINE_S, run_here, run_launch, slowness
+from harness.launch.sshd import DroppingServer, LoopbackSshd, StalledServer, free_port, make_key
 
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
@@ -37,7 +37,7 @@ _TIMEOUTS_S = (0.5, 5.0, 50.0)
 
 def make_transport(config: Path, **options: object) -> SshTransport:
     return SshTransport(
-        SshOptions(ssh_config=config, agent_module="harness.echo_agent", root=TESTS, **options)  # type: ignore[arg-type]
+        SshOptions(ssh_config=config, agent_module="harness.launch.echo_agent", root=TESTS, **options)  # type: ignore[arg-type]
     )
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from harness.sshd import LoopbackSshd, make_key
+from harness.launch.sshd import LoopbackSshd, make_key
 
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness.parity import weight_distance
-from harness.ranks import run_on_ranks
-from harness.zoo import WIDTH, Plain, batches
+from harness.train.parity import weight_distance
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import WIDTH, Plain, batches
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn

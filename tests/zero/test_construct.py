@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from harness.ranks import run_on_ranks
-from harness.zoo import SAMPLES, WIDTH, Plain, batches, build, train_plain
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import SAMPLES, WIDTH, Plain, batches, build, train_plain
 from torch import Tensor, nn
 
 import launcher

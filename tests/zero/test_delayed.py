@@ -15,12 +15,12 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.launching import slowness
+from harness.launch.command import slowness
 from harness.logs import logged
-from harness.offload import late_link
-from harness.parity import RESTLESS_SCALE, Case, Trajectory, train_engine, train_fp32, train_mixed, worst_relative
-from harness.ranks import run_on_ranks
-from harness.zoo import SAMPLES, batches, build
+from harness.train.offload import late_link
+from harness.train.parity import RESTLESS_SCALE, Case, Trajectory, train_engine, train_fp32, train_mixed, worst_relative
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import SAMPLES, batches, build
 from torch import Tensor
 
 import launcher

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 import torch
-from harness.ranks import run_on_ranks
-from harness.zoo import batches, build, engine_of
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import batches, build, engine_of
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError

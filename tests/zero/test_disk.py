@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness.cudart import Cudart
-from harness.launching import wait_until
+from harness.launch.command import wait_until
 from harness.logs import logged
+from harness.train.cudart import Cudart
 
 from launcher.comm import buffers
 from launcher.storage.store import AioSettings, Store

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.control_groups import memory_groups
-from harness.launching import Launch
+from harness.launch.command import Launch
+from harness.launch.control_groups import memory_groups
 from harness.needs import need
 
 WIDTH, LAYERS, NUM_RANKS = 1024, 40, 4
@@ -65,8 +65,9 @@ SCRIPT = """
 """
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("how", ["sharded", "whole"])
+@pytest.mark.parametrize(
+    "how", [pytest.param("sharded", marks=pytest.mark.long), pytest.param("whole", marks=pytest.mark.soak)]
+)
 def test_a_model_larger_than_a_rank_may_hold(tmp_path: Path, how: str) -> None:
     script = scripts.write(tmp_path, SCRIPT)
     with memory_groups(NUM_RANKS, PARAM_BYTES * 8 // 10) as groups:

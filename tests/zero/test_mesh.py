@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness.parity import weight_distance, worst_relative
-from harness.ranks import run_on_ranks, run_once_on_ranks
-from harness.zoo import SAMPLES, batches, build
+from harness.train.parity import weight_distance, worst_relative
+from harness.train.ranks import run_on_ranks, run_once_on_ranks
+from harness.train.zoo import SAMPLES, batches, build
 from torch import Tensor
 
 import launcher

@@ -11,10 +11,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness.launching import ROOT, wait_until
-from harness.parity import RESTLESS_SCALE, Case, train_engine
-from harness.ranks import run_on_ranks
-from harness.zoo import SAMPLES, batches, build
+from harness.launch.command import ROOT, wait_until
+from harness.train.parity import RESTLESS_SCALE, Case, train_engine
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import SAMPLES, batches, build
 from torch import Tensor, nn
 
 from launcher.config.fields import Support

@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 from harness import disks, scripts
-from harness.control_groups import memory_groups
-from harness.forked import run_ranks
-from harness.forked_ranks import in_forks
-from harness.launching import Launch
+from harness.launch.command import Launch
+from harness.launch.control_groups import memory_groups
+from harness.launch.forked_ranks import in_forks
 from harness.needs import need
+from harness.train.forked import run_ranks
 
 SCRIPT = """
     import os, resource, signal, sys
@@ -207,8 +207,9 @@ LARGE_SCRIPT = """
 """
 
 
-@pytest.mark.soak
-@pytest.mark.parametrize("device", ["nvme", "cpu"])
+@pytest.mark.parametrize(
+    "device", [pytest.param("nvme", marks=pytest.mark.long), pytest.param("cpu", marks=pytest.mark.soak)]
+)
 def test_states_four_times_as_large_as_the_memory(tmp_path: Path, device: str) -> None:
     script, num_layers = scripts.write(tmp_path, LARGE_SCRIPT), STATES_BYTES // (LARGE * LARGE * 8)
     with memory_groups(1, LIMIT_BYTES) as groups:

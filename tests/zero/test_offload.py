@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 import torch
 from harness.logs import logged
-from harness.offload import is_in_host_memory, late_link
-from harness.parity import RESTLESS_SCALE, Case, Trajectory, train_engine
-from harness.ranks import run_on_ranks, run_once_on_ranks
-from harness.zoo import LR, SAMPLES, WEIGHT_DECAY, batches, build
+from harness.train.offload import is_in_host_memory, late_link
+from harness.train.parity import RESTLESS_SCALE, Case, Trajectory, train_engine
+from harness.train.ranks import run_on_ranks, run_once_on_ranks
+from harness.train.zoo import LR, SAMPLES, WEIGHT_DECAY, batches, build
 from torch import Tensor
 
 import launcher

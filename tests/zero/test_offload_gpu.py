@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from harness.zoo import LR, WEIGHT_DECAY, batches, build
+from harness.train.zoo import LR, WEIGHT_DECAY, batches, build
 
 import launcher
 from launcher.comm.device import HostDeviceCopier

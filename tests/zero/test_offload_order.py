@@ -6,9 +6,9 @@ from typing import Any
 from unittest import mock
 
 import pytest
-from harness.offload import Event, Recorder
-from harness.ranks import run_on_ranks
-from harness.zoo import SAMPLES, batches, build
+from harness.train.offload import Event, Recorder
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import SAMPLES, batches, build
 
 import launcher
 from launcher.zero.reducer import MAX_IN_FLIGHT

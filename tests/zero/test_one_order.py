@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 import torch
-from harness.collective import communicators
-from harness.parity import limit, weight_distance
-from harness.ranks import run_on_ranks
-from harness.zoo import WIDTH, Plain
+from harness.train.collective import communicators
+from harness.train.parity import limit, weight_distance
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import WIDTH, Plain
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.forked import run_ranks
+from harness.train.forked import run_ranks
 
 from launcher.zero.order_watch import Report, held_by_each_other, stuck_exchanges
 
@@ -16,7 +16,7 @@ START = """
     import contextlib, os, sys, time, torch, launcher
     import torch.distributed as dist
     import launcher.zero.order_watch as order_watch
-    from harness.behind import runs_behind_host
+    from harness.train.behind import runs_behind_host
     from launcher.base.timeouts import Timeouts
     from torch.utils.checkpoint import checkpoint
 

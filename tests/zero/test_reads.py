@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.parity import limit, weight_distance, worst_relative
-from harness.ranks import run_on_ranks
-from harness.zoo import LR, SAMPLES, WEIGHT_DECAY, WIDTH, Block, Plain, batches
+from harness.train.parity import limit, weight_distance, worst_relative
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import LR, SAMPLES, WEIGHT_DECAY, WIDTH, Block, Plain, batches
 from torch import Tensor, nn
 from torch.nn import functional as F
 

@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from harness.parity import limit, weight_distance, worst_relative
-from harness.ranks import run_on_ranks
-from harness.zoo import LR, MODELS, SAMPLES, WEIGHT_DECAY, batches, build, train_plain
+from harness.train.parity import limit, weight_distance, worst_relative
+from harness.train.ranks import run_on_ranks
+from harness.train.zoo import LR, MODELS, SAMPLES, WEIGHT_DECAY, batches, build, train_plain
 from torch import Tensor, nn
 
 STEPS = 4

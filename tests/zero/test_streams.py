@@ -11,11 +11,11 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.behind import runs_behind_host
-from harness.collective import communicators
-from harness.parity import Case, Trajectory, make_model, micro_batches
-from harness.ranks import run_on_ranks
-from harness.streams import COMPUTING, ModelEvent, ModelStreams, StreamModel, modelled_streams, reference_kernels
+from harness.train.behind import runs_behind_host
+from harness.train.collective import communicators
+from harness.train.parity import Case, Trajectory, make_model, micro_batches
+from harness.train.ranks import run_on_ranks
+from harness.train.streams import COMPUTING, ModelEvent, ModelStreams, StreamModel, modelled_streams, reference_kernels
 
 import launcher
 from launcher.comm.buffers import BufferPool

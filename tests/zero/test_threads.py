@@ -9,8 +9,8 @@ from unittest import mock
 
 import pytest
 import torch
-from harness.launching import DEADLINE_S
-from harness.ranks import run_on_ranks, run_once_on_ranks
+from harness.launch.command import DEADLINE_S
+from harness.train.ranks import run_on_ranks, run_once_on_ranks
 from torch import Tensor, nn
 
 import launcher

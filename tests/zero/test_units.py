@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from harness.ranks import run_on_ranks
+from harness.train.ranks import run_on_ranks
 from torch import nn
 
 from launcher.base.errors import EngineError
