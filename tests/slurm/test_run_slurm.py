@@ -14,17 +14,7 @@ from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launch.command import (
-    ROOT,
-    Launch,
-    nap,
-    run_launch,
-    running,
-    slowness,
-    wait_until,
-    wait_until_gone,
-    with_limits,
-)
+from harness.launch.command import ROOT, Launch, nap, run_launch, running, slowness, wait_until, wait_until_gone
 from harness.launch.slurm import LoopbackSlurm
 
 from launcher.base.processes import members_of_job
@@ -210,7 +200,7 @@ def test_what_a_killed_agent_leaves_ends_whatever_it_has_in_its_environment(
 
 def test_a_dead_node_ends_the_job(slurm: LoopbackSlurm, allocation: dict[str, str], tmp_path: Path) -> None:
     script = scripts.write(tmp_path, "import time; print('READY', flush=True); time.sleep(600)")
-    job = Launch(tmp_path, "--grace", "0.5", "--lease", "8", script, env={**allocation, **with_limits(1 / 3)})
+    job = Launch(tmp_path, "--grace", "0.5", "--lease", "8", script, env=allocation)
     wait_until(lambda: job.out.count("READY") == 6, "the ranks")
     try:
         slurm.stop_node("n3")
