@@ -62,7 +62,7 @@ soak: $(TESTED) ## what takes hours: random kills, hostile input, every fault on
 
 soak-short: $(TESTED) ## the same in a few minutes, as CI runs it
 	@.ci/system-packages
-	$(BIN)/python -m pytest -q -n 2 -m 'long and not soak'
+	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'long and not soak'
 	$(BIN)/python tests/soak/random_kills.py --count 6
 	$(BIN)/python tests/soak/checkpoint_kills.py --count 4
 	$(BIN)/python tests/soak/fuzz.py --count 2000

@@ -405,7 +405,7 @@ def test_a_drained_pipe_that_is_filled_as_fast_as_it_is_read_does_not_hold_the_a
     os.set_blocking(read, False)
     os.write(write, b"x" * 1000)
     process = subprocess.Popen(["true"], stdout=subprocess.PIPE)
-    rank = spawning.Rank(0, process, {read: "stdout"}, defaultdict(str), 0)
+    rank = spawning.RankProcess(0, process, {read: "stdout"}, defaultdict(str), 0)
     agent = supervising.Supervisor(commands, output)
     with process:
         monkeypatch.setattr(supervising.os, "read", read_while_a_child_writes)
