@@ -13,11 +13,10 @@ import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
-import torch.distributed as dist
-
 from launcher.base.errors import CheckpointError, LauncherError
 from launcher.base.timeouts import timeouts
 from launcher.comm.groups import RankGroup
+from launcher.comm.torch_internals import default_store
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
 _POLL_SHARE = 0.05  # of what has been waited: polls lengthen no wait by more
@@ -40,7 +39,7 @@ class Exchange:
         self.rank, self.world_size = (0, 1) if group is None else (group.rank, group.world_size)
         self._store: Any = None
         if group is not None and group.process_group is not None:
-            self._store = dist.distributed_c10d._get_default_store()
+            self._store = default_store()
         self._num_phases = 0
         self._said: list[str] = []  # keys of what rank 0 has broadcast
         self._has_finished = False

@@ -8,6 +8,7 @@ are taken in fp32, in rank order on every rank, so a result has the same bits wh
 
 from __future__ import annotations
 
+import abc
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -35,7 +36,7 @@ class Transfer(NamedTuple):
     is_sent: bool  # else it is received
 
 
-class Communicator:
+class Communicator(abc.ABC):
     """The collectives of one group. Every rank must call the same ones, in the same order.
 
     A public method is a collective's contract; it counts, names and measures the call, and the method of the same name
@@ -156,17 +157,17 @@ class Communicator:
 
     # ---- How they are carried out: here what is alike for all backends ----
 
-    def _reduce_scatter(self, flat: Tensor, output: Tensor, scale: float) -> Pending:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _reduce_scatter(self, flat: Tensor, output: Tensor, scale: float) -> Pending: ...
 
-    def _all_gather(self, flat: Tensor, own: Tensor) -> Pending:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _all_gather(self, flat: Tensor, own: Tensor) -> Pending: ...
 
-    def _all_reduce(self, flat: Tensor, sent: Tensor, scale: float) -> Pending:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _all_reduce(self, flat: Tensor, sent: Tensor, scale: float) -> Pending: ...
 
-    def _all_to_all(self, flat: Tensor, output: Tensor) -> Pending:
-        raise NotImplementedError
+    @abc.abstractmethod
+    def _all_to_all(self, flat: Tensor, output: Tensor) -> Pending: ...
 
     def _exchange(self, sends: list[Tensor], receives: list[Tensor]) -> Pending:
         receives[self.rank].copy_(sends[self.rank])

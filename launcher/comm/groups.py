@@ -22,6 +22,7 @@ from launcher.comm.communicator import Communicator, communicator_for
 from launcher.comm.device import DeviceRuntime, HostDeviceCopier, backend_name, local_device, use_local_device
 from launcher.comm.pending import Call, begin_call, end_call, name_next, waits_for
 from launcher.comm.streams import Streams
+from launcher.comm.torch_internals import default_store, num_groups
 from launcher.schedulers.rank import scheduler_rank
 
 DEFAULT_TIMEOUT = datetime.timedelta(minutes=30)
@@ -304,7 +305,7 @@ def agree_on_group(purpose: str, ranks: Sequence[Sequence[int]] | None = None) -
     if world is None or world.size() == 1 or dist.get_backend() == "fake":  # a rehearsal has no peers
         return
     members = "all ranks" if ranks is None else f"ranks {', '.join(map(str, ranks[:8]))}"
-    num_before = dist.distributed_c10d._world.group_count
+    num_before = num_groups()
     name_next(f'the process group "{purpose}" of {members}')
     call = begin_call("new_group", world)
     end_call()
@@ -319,7 +320,7 @@ def agree_on_group(purpose: str, ranks: Sequence[Sequence[int]] | None = None) -
 
 def _difference_of_groups(world: dist.ProcessGroup, call: Call, own: str) -> str:
     """Return how the groups that ranks make next differ, on every rank alike; "" where they do not."""
-    store, prefix = dist.distributed_c10d._get_default_store(), f"launch/group/{call.number}"
+    store, prefix = default_store(), f"launch/group/{call.number}"
     keys = [f"{prefix}/{rank}" for rank in range(world.size())]
     verdict = f"{prefix}/difference"
     store.set(keys[world.rank()], own)

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
+from launcher.comm.torch_internals import is_recorded
 
 
 @dataclass(frozen=True)
@@ -85,7 +86,7 @@ def unit_span(what: str, unit: str) -> contextlib.AbstractContextManager[Any]:
     logger = get_logger()
     if logger.isEnabledFor(logging.DEBUG):
         logger.debug("%s of %s", what, unit)
-    if not torch.autograd._profiler_enabled():  # type: ignore[attr-defined]
+    if not is_recorded():
         return _no_span
     return torch.autograd.profiler.record_function(f"launch: {what} of {unit}")
 

@@ -21,6 +21,7 @@ from launcher.base.errors import EngineError, EngineRuntimeError, EngineValueErr
 from launcher.base.log import get_logger
 from launcher.comm.device import local_device
 from launcher.comm.mesh import current_mesh
+from launcher.comm.torch_internals import is_executed, is_in_backward
 from launcher.compat.accelerator import get_accelerator
 from launcher.compat.ranks import get_rank
 from launcher.moe import is_moe_param
@@ -86,12 +87,12 @@ def clip_grad_norm_(
 
 def count_used_parameters_in_backward(parameters: Iterable[Any]) -> int:
     """Return how many of the parameters the backward that runs will reach. Raises: EngineRuntimeError without one."""
-    if torch._C._current_graph_task_id() == -1:
+    if not is_in_backward():
         raise EngineRuntimeError("count_used_parameters_in_backward(): no backward runs", hint="call it in a hook")
     trained = [param for param in parameters if isinstance(param, Tensor) and param.requires_grad]
     with torch.enable_grad():
         nodes = {get_gradient_edge(param).node for param in trained}
-    return sum(bool(torch._C._will_engine_execute_node(node)) for node in nodes)
+    return sum(map(is_executed, nodes))
 
 
 def get_only_unique_item(items: Iterable[Any]) -> Any:

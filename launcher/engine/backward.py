@@ -8,13 +8,12 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node, get_gradient_edge
 
 from launcher.base.errors import EngineAssertionError, EngineError, EngineRuntimeError
+from launcher.comm.torch_internals import after_backward, is_executed, is_in_backward, is_in_transform, outside_graphs
 from launcher.engine.watch import Watch
-from launcher.zero.compiled import outside_graphs
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
 from launcher.zero.tensors import tensors_in
@@ -102,7 +101,7 @@ class BackwardPass:
         def on_gradient(_grad: Tensor) -> None:
             if not self._is_open:
                 self._begin(is_boundary=is_boundary())
-                torch.autograd.Variable._execution_engine.queue_callback(self._end)
+                after_backward(self._end)
             elif self._is_scripts:
                 raise EngineError(
                     "one backward pass has a loss of engine.scale(loss) and another one that was not scaled",
@@ -119,7 +118,7 @@ class BackwardPass:
         Nothing happens in a pass that an engine was asked for, nor in `torch.autograd.grad`, which leaves no gradient
         on parameters. begin: called with the output, detached, if it is one number. It may raise.
         """
-        if torch._C._functorch.peek_interpreter_stack() is not None:
+        if is_in_transform():
             return
         given = list(tensors_in(inputs))
         passed_on = set(map(id, given))
@@ -141,7 +140,7 @@ class BackwardPass:
             return
         found = begin(value)
         self._begin(is_boundary=found.is_boundary, factor=found.factor, is_scripts=True)
-        torch.autograd.Variable._execution_engine.queue_callback(self._end)
+        after_backward(self._end)
 
     def _accumulates(self, sources: Sequence[Tensor]) -> bool:
         """Whether the autograd call that runs leaves gradients on parameters: it is no `torch.autograd.grad`.
@@ -159,7 +158,7 @@ class BackwardPass:
 
         Whoever calls it must begin the accumulation anew. It may be called within a pass, and in any thread.
         """
-        is_over = torch._C._current_graph_task_id() == -1 and self._schedule.is_in_thread
+        is_over = not is_in_backward() and self._schedule.is_in_thread
         if self._is_open and is_over:  # it was within an autograd call of the user's
             self._abort(None)
         self._note_spoiled()
@@ -223,7 +222,7 @@ def _leaf_behind(tensor: Tensor) -> Node:
 def _is_executed(node: Node) -> bool:
     """Whether the autograd call that runs adds to the gradient of the leaf that `node` belongs to."""
     try:
-        return bool(torch._C._will_engine_execute_node(node))
+        return is_executed(node)
     except RuntimeError:  # torch's answer where `torch.autograd.grad` was asked for the gradient of this leaf
         return False
 

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import os
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -22,6 +20,7 @@ from launcher.comm import pending
 from launcher.comm.device import offset_seed
 from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.mesh import ParallelMesh, build_mesh, leave_in_order
+from launcher.comm.torch_internals import without_dynamo
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.equations import BatchPlan, mesh_sizes, solve_batch
 from launcher.config.load import load_config
@@ -87,27 +86,7 @@ from launcher.zero.states import TORCH_DTYPES, dtype_of
 from launcher.zero.step import MAX_NAMES, DelayedUpdate
 from launcher.zero.tiling import tile_to_fit
 
-_DYNAMO_MARK = "__dynamo_disable"
 ClientOptimizer = torch.optim.Optimizer | Callable[[Iterable[Any]], torch.optim.Optimizer]
-
-
-@contextlib.contextmanager
-def without_dynamo() -> Iterator[None]:
-    """Keep the construction of optimizers from importing torch._dynamo: 1.5 to 2 s of CPU of each rank.
-
-    `Optimizer.add_param_group` imports it only to be left out of compiled code, unless its function has the mark of
-    that already (torch/_compile.py). The mark is taken away again: what is compiled later is as in torch. Where
-    another torch knows no such mark, the import takes place.
-    """
-    function = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
-    if function is None or hasattr(function, _DYNAMO_MARK) or "torch._dynamo" in sys.modules:
-        yield
-        return
-    setattr(function, _DYNAMO_MARK, function)
-    try:
-        yield
-    finally:
-        delattr(function, _DYNAMO_MARK)
 
 
 @without_dynamo()

@@ -28,6 +28,7 @@ from launcher.checkpoint.values.rng import restore_rng, rng_state
 from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag
 from launcher.checkpoint_files.place import Place
+from launcher.comm.torch_internals import non_persistent_buffers
 from launcher.engine import stages
 from launcher.engine.data import keeps_position
 from launcher.engine.optimizer import ZeroOptimizer
@@ -406,7 +407,7 @@ def _buffers_of(model: nn.Module) -> dict[str, Tensor]:
     left_out = {
         f"{prefix}.{name}" if prefix else name
         for prefix, module in model.named_modules(remove_duplicate=False)
-        for name in module._non_persistent_buffers_set
+        for name in non_persistent_buffers(module)
     }
     return {
         name: buffer.detach() for name, buffer in model.named_buffers(remove_duplicate=False) if name not in left_out

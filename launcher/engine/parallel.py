@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from launcher.base.errors import EngineError
 from launcher.checkpoint.values.rng import restore_rng, rng_state
 from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import node_sizes
 from launcher.comm.mesh import ParallelMesh
+from launcher.comm.torch_internals import tree_leaves
 from launcher.config.equations import check_nodes, with_experts
 from launcher.config.schema import Config
 from launcher.optim.factory import OptimizerPlan, replace_parameters

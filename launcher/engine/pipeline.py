@@ -10,11 +10,11 @@ from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map_only
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.base.progress import EVALUATING, TRAINING, phase, tell
+from launcher.comm.torch_internals import tree_map_only
 from launcher.engine.backward import scaled_up
 from launcher.engine.deepspeed_engine import DeepSpeedEngine
 from launcher.engine.parts import EngineParts

@@ -8,12 +8,12 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 
 from launcher.base.errors import CheckpointError, EngineError
 from launcher.checkpoint.exchange import error_text
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
+from launcher.comm.torch_internals import tree_map_only
 from launcher.config.schema import Config
 from launcher.engine.model_check import check_model
 from launcher.optim.factory import replace_parameters

@@ -21,6 +21,7 @@ from launcher.base.log import get_logger
 from launcher.checkpoint.zero_to_fp32 import write_safetensors
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
+from launcher.comm.torch_internals import num_load_hooks
 from launcher.engine import stages
 from launcher.engine.parts import EngineParts
 from launcher.parallel.expert.share import absent_names, counterparts, values_of_others, with_absent
@@ -280,7 +281,7 @@ class _Loading:
 
 def _has_hooks(module: nn.Module) -> bool:
     """Whether a module has hooks on loading beside that of a tiled layer: they may look at what is inside."""
-    return len(module._load_state_dict_pre_hooks) + len(module._load_state_dict_post_hooks) > is_tiled(module)
+    return num_load_hooks(module) > is_tiled(module)
 
 
 # ---- units ----

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
+from launcher.comm.torch_internals import as_plain_tensors
 from launcher.sharding.layout import ParamSlot
 from launcher.zero.parameters import UnitParameters, ZeroParamStatus, own_part, unit_params_of, written_by
 from launcher.zero.states import ParameterState
@@ -52,7 +53,7 @@ class OwnPart(Tensor):
         parts = [each for each in written_by(func, args, kwargs) if isinstance(each, OwnPart)]
         for part in parts:
             _check_write(part)
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             if not parts:
                 return func(*args, **kwargs)
             with torch.no_grad():
@@ -62,7 +63,7 @@ class OwnPart(Tensor):
         return result
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 

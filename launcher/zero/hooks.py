@@ -11,14 +11,13 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
 from torch.utils.hooks import RemovableHandle
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.comm.groups import is_first_rank
+from launcher.comm.torch_internals import is_in_transform, outside_graphs, tree_map_only
 from launcher.config.policies import ParameterPolicy
-from launcher.zero.compiled import outside_graphs
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule, Use
 from launcher.zero.tensors import tensors_in
@@ -103,7 +102,7 @@ class _Reader:
     @outside_graphs
     def before_forward(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sharded = [unit for unit in self._units if unit.is_sharded]
-        if sharded and torch._C._functorch.peek_interpreter_stack() is not None:
+        if sharded and is_in_transform():
             raise EngineError(
                 f"a forward of {type(module).__name__}, which reads {sharded[0].label}, ran within a transform of"
                 " torch.func: stage 3 cannot gather parameters there",

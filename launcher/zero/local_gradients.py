@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.comm.buffers import BufferPool
+from launcher.comm.torch_internals import is_in_backward, no_torch_function, wrapper_of
 from launcher.kernels.cpu import scaled_copy
 from launcher.sharding.layout import UnitLayout
 
@@ -29,12 +30,12 @@ class TakenGradient(Tensor):
     computing with it raises an EngineError.
     """
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]  # as torch types it
+    __torch_function__ = no_torch_function
 
     @staticmethod
     def __new__(cls, param: Tensor) -> TakenGradient:
         """Make one that torch accepts as the gradient of `param`."""
-        return Tensor._make_wrapper_subclass(cls, param.shape, dtype=param.dtype, device=param.device)
+        return wrapper_of(cls, param)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         return f"TakenGradient(shape={tuple(self.shape)}, dtype={self.dtype})"
@@ -44,7 +45,7 @@ class TakenGradient(Tensor):
         cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         # Autograd adds a gradient of a backward that no engine runs. The engine's hook, which runs next, says so.
-        if operation is _ADD_IN_PLACE and torch._C._current_graph_task_id() != -1:
+        if operation is _ADD_IN_PLACE and is_in_backward():
             return args[0]
         raise EngineError(
             f"param.grad was used ({operation}) where no rank has the whole gradient in the parameter's type: there"

@@ -26,6 +26,7 @@ from launcher.base.errors import EngineError
 from launcher.base.timeouts import timeouts
 from launcher.comm import pending
 from launcher.comm.groups import RankGroup
+from launcher.comm.torch_internals import default_store
 
 HINT = (
     "at stage 3 every rank must run the same modules in the same order, in evaluation too: name the module that chooses"
@@ -112,7 +113,7 @@ class CollectiveOrder:
         self._num_rendezvous += 1
         ranks = dist.get_process_group_ranks(group.process_group)  # of the world, whose store it is
         keys = [f"launch/rendezvous/{self.number}/{self._num_rendezvous}/{rank}" for rank in ranks]
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         try:
             store.set(keys[group.rank], json.dumps([ended, self._orders()]))
             store.wait(keys, datetime.timedelta(seconds=timeouts().other_ranks_s))

@@ -44,6 +44,7 @@ from launcher.base.timeouts import timeouts
 from launcher.comm import pending
 from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import HOST_EXCHANGE
+from launcher.comm.torch_internals import default_store
 from launcher.zero.order import EVALUATION_HINT, HINT, CollectiveOrder
 
 _INTERVAL_S = 1.0
@@ -120,7 +121,7 @@ class OrderWatch(threading.Thread):
         self.orders: weakref.WeakSet[CollectiveOrder] = weakref.WeakSet()
         self._is_async_device = is_async_device
         self._rank, self._world_size = dist.get_rank(), dist.get_world_size()
-        self._store = dist.distributed_c10d._get_default_store()
+        self._store = default_store()
         self._tick = 0
         self._is_published = False
         self._previous: dict[int, Report] = {}

@@ -34,6 +34,7 @@ from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
 from launcher.comm.streams import PASSED, Side, StreamEvent
+from launcher.comm.torch_internals import as_plain_tensors
 from launcher.config.policies import Place, Precision
 from launcher.sharding.layout import ParamInfo, ParamSlot, UnitLayout, unsharded_shape
 from launcher.zero.disk import Swapped
@@ -115,11 +116,11 @@ class _ShardData(Tensor):
         for each in written_by(func, args, kwargs):
             if isinstance(each, _ShardData):
                 raise _shard_error(each.param, f"param.data was written by {func.__name__}()")
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             return func(*args, **kwargs)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        with torch._C.DisableTorchFunctionSubclass():
+        with as_plain_tensors():
             return self.as_subclass(Tensor).__reduce_ex__(protocol)
 
 

@@ -10,6 +10,7 @@ import torch
 
 from launcher.base.errors import EngineError
 from launcher.comm.groups import RankGroup
+from launcher.comm.torch_internals import is_in_backward
 from launcher.config.policies import ParameterPolicy
 from launcher.zero.order import EVALUATION_HINT, Collective, CollectiveOrder
 from launcher.zero.states import ParameterState
@@ -390,7 +391,7 @@ class ParameterSchedule:
         trains = self._thread
         if trains is threading.current_thread() or not trains.is_alive():
             return
-        if torch._C._current_graph_task_id() == -1:
+        if not is_in_backward():
             raise EngineError(
                 f"the thread {threading.current_thread().name} reads or writes what the engine keeps, and the thread"
                 f" {trains.name} trains",

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import launcher
-from launcher.zero.compiled import outside_graphs
+from launcher.comm.torch_internals import outside_graphs
 
 # Traces and differentiates as for code generation, then runs torch's own operators: the same bits.
 BACKEND = "aot_eager"

@@ -10,7 +10,7 @@ import torch
 from harness import scripts
 from harness.launch.command import run_launch
 
-from launcher.engine.build import without_dynamo
+from launcher.comm.torch_internals import without_dynamo
 
 SCRIPT = """
     import sys

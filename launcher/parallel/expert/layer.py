@@ -16,12 +16,12 @@ from launcher.comm.device import DeviceRuntime, local_device
 from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.hosts import host_all_reduce_max
 from launcher.comm.mesh import expert_group
+from launcher.comm.torch_internals import outside_graphs
 from launcher.config.equations import divisors
 from launcher.parallel.expert.exchange import at_experts, output_of, run_each, swap_chunks
 from launcher.parallel.expert.gating import GateOptions, Routing, jittered, route
 from launcher.parallel.expert.share import ExpertShare, keep_share, local_experts, share_of
 from launcher.sharding.mesh import MeshSizes
-from launcher.zero.compiled import outside_graphs
 from launcher.zero.marks import mark_expert
 
 _POLICIES = (None, "None", "Jitter", "RSample")

@@ -15,12 +15,12 @@ from torch.nn import functional as F
 
 from launcher.base.errors import EngineError
 from launcher.comm.mesh import ParallelMesh
+from launcher.comm.torch_internals import outside_graphs
 from launcher.config.equations import divisors
 from launcher.config.schema_parallel import ExpertParallel
 from launcher.parallel.expert.exchange import at_experts, run_each, untouched
 from launcher.parallel.expert.share import ExpertShare, keep_share, local_experts, share_of, spread_containers
 from launcher.sharding.layout import TensorSplit
-from launcher.zero.compiled import outside_graphs
 from launcher.zero.marks import mark_expert, mark_split, slice_of
 from launcher.zero.parameters import unit_params_of
 

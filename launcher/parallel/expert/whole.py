@@ -19,6 +19,7 @@ from torch import nn
 from launcher.base.errors import EngineError
 from launcher.base.timeouts import timeouts
 from launcher.comm.groups import RankGroup
+from launcher.comm.torch_internals import default_store
 from launcher.parallel.expert.share import counterparts, values_of_others
 from launcher.parallel.tensor.functions import full_values
 from launcher.zero.marks import Mark, is_moe_param, split_of
@@ -53,7 +54,7 @@ class _WholeState:
 
     def _meet(self) -> None:
         """Wait until all ranks of the set of experts have called. Raises: EngineError where one does not in time."""
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         assert self._group.process_group is not None
         ranks = dist.get_process_group_ranks(self._group.process_group)  # of the world, whose store it is
         keys = [f"{self._prefix}/{self._num_calls}/{rank}" for rank in ranks]

@@ -16,10 +16,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_flatten_with_path, tree_leaves, tree_map
 
 from launcher.base.errors import EngineError
 from launcher.comm.device import random_numbers_kept
+from launcher.comm.torch_internals import tree_flatten_with_path, tree_leaves, tree_map
 from launcher.parallel.pipeline.placeholders import (
     EarlierBlock,
     EarlierPart,

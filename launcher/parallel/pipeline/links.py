@@ -24,12 +24,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from launcher.base.errors import EngineError
 from launcher.comm.communicator import Transfer
 from launcher.comm.groups import RankGroup
 from launcher.comm.pending import Pending
+from launcher.comm.torch_internals import tree_flatten
 from launcher.sharding.pipeline import link_between
 
 RankOf = Callable[[int], int]  # from a stage to the rank of the pipeline that has it

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import ConfigError, EngineError
+from launcher.comm.torch_internals import divided_backward
 from launcher.parallel.pipeline.links import Links, RankOf, Receiving
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.sharding.pipeline import PipelinePlan
@@ -363,11 +364,11 @@ class PipelineRuntime:
         weights = [param for param in self._model.parameters() if param.requires_grad]  # others are not in this graph
         with self.stopwatch.computing(), self._verbs.backward(False):
             needed = [each for each in done.inputs if each.requires_grad]
-            _, groups = _torch_backward().stage_backward_input(outputs, given, needed, iter(weights))
+            _, groups = divided_backward().stage_backward_input(outputs, given, needed, iter(weights))
         self._keep_gradients(stage, index, done.inputs)
 
         def go_back() -> None:
-            _torch_backward().stage_backward_weight(iter(weights), groups)
+            divided_backward().stage_backward_weight(iter(weights), groups)
             self._verbs.take_gradients()
 
         self._weight_graphs[stage, index] = go_back
@@ -415,12 +416,6 @@ class PipelineRuntime:
         else:
             received = self._links.receive_backward(stage, self._signatures[index])
             self._receiving[action.kind, stage, index] = received
-
-
-@functools.cache
-def _torch_backward() -> Any:
-    """Import what torch divides a backward with, for schedules that do: see `actions._torch_schedules`."""
-    return importlib.import_module("torch.distributed.pipelining._backward")
 
 
 def _checked(returned: Any, stage: int) -> tuple[Tensor, ...]:

@@ -10,9 +10,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
 
 from launcher.base.errors import ConfigError
+from launcher.comm.torch_internals import tree_leaves, tree_map
 
 WHERE = "pipeline.partition"
 PROFILE = "profile"

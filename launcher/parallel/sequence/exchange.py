@@ -19,7 +19,7 @@ from torch.distributed import ProcessGroup
 from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.comm.groups import RankGroup, world_group
 from launcher.comm.mesh import current_mesh
-from launcher.zero.compiled import outside_graphs
+from launcher.comm.torch_internals import outside_graphs
 
 _num_exchanges = [0]  # of this process so far
 

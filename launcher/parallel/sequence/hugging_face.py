@@ -21,9 +21,9 @@ from torch.utils.hooks import RemovableHandle
 
 from launcher.base.errors import EngineError
 from launcher.comm.groups import RankGroup
+from launcher.comm.torch_internals import outside_graphs
 from launcher.parallel.sequence.exchange import check_heads, gather_heads, scatter_heads
 from launcher.parallel.sequence.positions import OwnPositions, are_made_positions
-from launcher.zero.compiled import outside_graphs
 
 _KEYWORD = "sequence_parallel"
 _WORKING = ("sdpa", "flash_attention_2", "flash_attention_3")

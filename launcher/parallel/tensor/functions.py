@@ -21,6 +21,7 @@ from torch.nn import functional as F
 
 from launcher.comm.groups import RankGroup
 from launcher.comm.pending import Pending
+from launcher.comm.torch_internals import is_executed
 from launcher.zero.marks import split_of
 
 
@@ -255,7 +256,7 @@ def _is_run(node: Any) -> bool:
     `ctx.needs_input_grad` says what some backward needs. A schedule of pipelines that splits the backward into that of
     inputs and that of weights runs this function twice, and would compute the gradient of the input twice.
     """
-    return node is not None and bool(torch._C._will_engine_execute_node(node))
+    return node is not None and is_executed(node)
 
 
 class _WeightLater(torch.autograd.Function):

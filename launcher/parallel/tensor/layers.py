@@ -12,9 +12,9 @@ from torch.nn import functional as F
 
 from launcher.base.errors import EngineError
 from launcher.comm.groups import RankGroup
+from launcher.comm.torch_internals import outside_graphs
 from launcher.parallel.tensor import functions
 from launcher.sharding.layout import TensorSplit
-from launcher.zero.compiled import outside_graphs
 from launcher.zero.marks import Mark
 
 

@@ -1,0 +1,146 @@
+"""What the engine needs of torch's private parts, each in one place: look here first when a new torch breaks it.
+
+`tests/comm/test_torch_internals.py` has a test of each, which fails alone. Not here are the operators `_foreach_*`, the
+attributes `_version`, `_base` and `_cdata` of tensors, and what `checkpoint/zero_to_fp32.py` uses, which runs without
+this package.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
+
+__all__ = ["tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only"]
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T", bound=Tensor)
+_DYNAMO_MARK = "__dynamo_disable"
+
+# ---- Autograd ----
+
+
+def is_in_backward() -> bool:
+    """Whether this thread runs a node of a backward pass, or a hook of one."""
+    return bool(torch._C._current_graph_task_id() != -1)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """Have the backward pass that runs call `callback` at its end. Must be called within one."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def is_executed(node: Node) -> bool:
+    """Whether the backward pass that runs executes a node. Must be called within one.
+
+    Raises: RuntimeError for the leaf of a `torch.autograd.grad` that was asked for its gradient.
+    """
+    return bool(torch._C._will_engine_execute_node(node))
+
+
+def is_in_transform() -> bool:
+    """Whether a transform of torch.func, such as grad or vmap, runs on this thread."""
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+@functools.cache
+def divided_backward() -> Any:
+    """Return the module by which torch's schedules of pipelines divide a backward in two."""
+    return importlib.import_module("torch.distributed.pipelining._backward")
+
+
+# ---- Tensors and modules ----
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl  # for a subclass that is seen by its dispatch alone
+as_plain_tensors: Any = torch._C.DisableTorchFunctionSubclass  # within it, subclasses are handled as Tensor is
+
+
+def wrapper_of(kind: type[_T], tensor: Tensor) -> _T:
+    """Return a tensor of a subclass, with the shape, dtype and device of `tensor` and without memory."""
+    made: _T = Tensor._make_wrapper_subclass(kind, tensor.shape, dtype=tensor.dtype, device=tensor.device)
+    return made
+
+
+def num_load_hooks(module: nn.Module) -> int:
+    """Return how many hooks run when a state dict is loaded into a module itself, before and after it."""
+    return len(module._load_state_dict_pre_hooks) + len(module._load_state_dict_post_hooks)
+
+
+def non_persistent_buffers(module: nn.Module) -> set[str]:
+    """Return the names of a module's own buffers that are in no state dict."""
+    return module._non_persistent_buffers_set
+
+
+# ---- Processes and profilers ----
+
+
+def default_store() -> Any:
+    """Return the store that the default process group was made with. Raises: ValueError without one."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def num_groups() -> int:
+    """Return how many process groups this process has made: torch names the next one by it."""
+    return int(dist.distributed_c10d._world.group_count)
+
+
+def is_recorded() -> bool:
+    """Whether a profiler records what this process does now."""
+    return bool(torch.autograd._profiler_enabled())  # type: ignore[attr-defined]
+
+
+def is_profiler_open() -> bool:
+    """Whether a profiler is open in this process: it records, or waits for the step at which it shall."""
+    return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+# ---- torch.compile ----
+
+
+def outside_graphs(hook: _F) -> _F:
+    """Decorate a hook: where a compiled forward calls it, the graph ends there and the hook runs as Python.
+
+    As `torch.compiler.disable` does, but without importing the compiler (1.5 s) where nothing is compiled.
+    """
+
+    disabled: Callable[..., Any] | None = None
+
+    @functools.wraps(hook)
+    def outside(*args: Any, **kwargs: Any) -> Any:
+        nonlocal disabled
+        if disabled is None and "torch._dynamo" in sys.modules:
+            disabled = torch.compiler.disable(hook)
+            # Or it compiles this function too, once for each number of arguments, and warns that these are many.
+            torch._dynamo.decorators.skip(outside)
+        return (disabled or hook)(*args, **kwargs)
+
+    outside._torchdynamo_disable = True  # type: ignore[attr-defined]  # what torch.compile looks for
+    return outside  # type: ignore[return-value]
+
+
+@contextlib.contextmanager
+def without_dynamo() -> Iterator[None]:
+    """Keep the construction of optimizers from importing torch._dynamo: 1.5 to 2 s of CPU of each rank.
+
+    `Optimizer.add_param_group` imports it only to be left out of compiled code, unless its function has the mark of
+    that already (torch/_compile.py). The mark is taken away again: what is compiled later is as in torch. Where
+    another torch knows no such mark, the import takes place.
+    """
+    function = getattr(torch.optim.Optimizer.add_param_group, "__wrapped__", None)
+    if function is None or hasattr(function, _DYNAMO_MARK) or "torch._dynamo" in sys.modules:
+        yield
+        return
+    setattr(function, _DYNAMO_MARK, function)
+    try:
+        yield
+    finally:
+        delattr(function, _DYNAMO_MARK)

@@ -1,0 +1,162 @@
+"""Each private part of torch does what the engine takes it for."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.autograd.graph import get_gradient_edge
+
+from launcher.comm import torch_internals
+from launcher.comm.torch_internals import as_plain_tensors, is_executed, no_torch_function, wrapper_of
+
+
+def _in_a_backward(ask: Any) -> list[Any]:
+    """Return what `ask` says within a backward pass through two leaves, of which one gets its gradient."""
+    said = []
+    first, second = torch.ones(1, requires_grad=True), torch.ones(1, requires_grad=True)
+    product = first * 2
+    product.register_hook(lambda _: said.append(ask(first, second)))
+    (product + second.detach()).sum().backward()
+    return said
+
+
+def test_a_backward_pass_is_noticed() -> None:
+    assert not torch_internals.is_in_backward()
+    assert _in_a_backward(lambda *_: torch_internals.is_in_backward()) == [True]
+    assert not torch_internals.is_in_backward()
+
+
+def test_a_callback_runs_when_the_backward_has_ended() -> None:
+    events = []
+    leaf = torch.ones(1, requires_grad=True)
+    product = leaf * 2
+    product.register_hook(lambda _: torch_internals.after_backward(lambda: events.append("after")))
+    leaf.register_post_accumulate_grad_hook(lambda _: events.append("gradient"))
+    product.sum().backward()
+    assert events == ["gradient", "after"]
+
+
+def test_nodes_that_the_backward_executes_are_told_apart() -> None:
+    def ask(first: Tensor, second: Tensor) -> list[bool]:
+        with torch.enable_grad():
+            return [is_executed(get_gradient_edge(leaf).node) for leaf in (first, second)]
+
+    assert _in_a_backward(ask) == [[True, False]]
+
+
+def test_a_leaf_that_is_asked_for_its_gradient_is_refused() -> None:
+    leaf = torch.ones(1, requires_grad=True)
+    product = leaf * 2
+    said = []
+
+    def ask(_: Tensor) -> None:
+        with torch.enable_grad(), pytest.raises(RuntimeError):
+            is_executed(get_gradient_edge(leaf).node)
+        said.append(True)
+
+    product.register_hook(ask)
+    torch.autograd.grad(product.sum(), leaf)
+    assert said == [True]
+
+
+def test_transforms_of_functions_are_noticed() -> None:
+    said = []
+
+    def square(x: Tensor) -> Tensor:
+        said.append(torch_internals.is_in_transform())
+        return x * x
+
+    square(torch.ones(()))
+    torch.func.grad(square)(torch.ones(()))
+    torch.func.vmap(square)(torch.ones(2))
+    assert said == [False, True, True]
+
+
+def test_torch_divides_a_backward_in_two() -> None:
+    module = torch_internals.divided_backward()
+    assert callable(module.stage_backward_input)
+    assert callable(module.stage_backward_weight)
+
+
+class _Seen(Tensor):
+    calls: ClassVar[list[str]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.calls.append(func.__name__)
+        with as_plain_tensors():
+            return func(*args, **kwargs or {})
+
+
+def test_subclasses_are_plain_tensors_in_a_block() -> None:
+    _Seen.calls.clear()
+    seen = torch.ones(2).as_subclass(_Seen)
+    assert type(seen + 1) is Tensor
+    with as_plain_tensors():
+        assert type(seen * 2) is Tensor
+    assert _Seen.calls == ["add"]
+
+
+class _Dispatched(Tensor):
+    __torch_function__ = no_torch_function
+
+    @classmethod
+    def __torch_dispatch__(cls, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        raise LookupError(str(operation))
+
+
+def test_a_wrapper_has_shape_and_type_and_no_values() -> None:
+    wrapper = wrapper_of(_Dispatched, torch.ones(2, 3, dtype=torch.float16))
+    assert (type(wrapper), wrapper.shape, wrapper.dtype) == (_Dispatched, (2, 3), torch.float16)
+    with pytest.raises(LookupError, match="add"):
+        wrapper.add(1)
+
+
+def test_hooks_of_loading_are_counted() -> None:
+    module = nn.Linear(1, 1)
+    assert torch_internals.num_load_hooks(module) == 0
+    module.register_load_state_dict_pre_hook(lambda *_: None)
+    module.register_load_state_dict_post_hook(lambda *_: None)
+    assert torch_internals.num_load_hooks(module) == 2
+
+
+def test_buffers_outside_of_state_dicts_are_named() -> None:
+    module = nn.Module()
+    module.register_buffer("saved", torch.ones(1))
+    module.register_buffer("table", torch.ones(1), persistent=False)
+    assert torch_internals.non_persistent_buffers(module) == {"table"}
+
+
+def test_the_store_of_the_default_group_is_found() -> None:
+    with pytest.raises(ValueError, match="Default process group"):
+        torch_internals.default_store()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        torch_internals.default_store().set("key", "value")
+        assert torch_internals.default_store().get("key") == b"value"
+    finally:
+        dist.destroy_process_group()
+
+
+def test_groups_that_were_made_are_counted() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        num_before = torch_internals.num_groups()
+        dist.new_group([0])
+        assert torch_internals.num_groups() == num_before + 1
+    finally:
+        dist.destroy_process_group()
+
+
+def test_profilers_are_noticed() -> None:
+    def state() -> tuple[bool, bool]:
+        return torch_internals.is_profiler_open(), torch_internals.is_recorded()
+
+    assert state() == (False, False)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert state() == (True, True)
+    assert state() == (False, False)
