@@ -343,7 +343,7 @@ def _difference_of_groups(world: dist.ProcessGroup, call: Call, own: str) -> str
         store.set(verdict, "; ".join(parts) if len(parts) > 1 else "")
         for key in keys:
             store.delete_key(key)
-    return store.get(verdict).decode()
+    return str(store.get(verdict).decode())
 
 
 def forget_process_groups() -> None:

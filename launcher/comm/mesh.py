@@ -52,7 +52,7 @@ class ParallelMesh:
     model: RankGroup | None = None  # ranks that have one copy of the model together; None: each has all of it
     tensor: RankGroup | None = None  # of these, the ranks that have the same layers, each a part of them
     pipeline: RankGroup | None = None  # of these, the ranks that have the same parts of different layers
-    links: tuple[RankGroup, ...] = ()  # the same ranks as `pipeline`, for transfers; see `Links`
+    links: tuple[RankGroup, ...] = ()  # the same ranks as `pipeline`, for transfers; see `StageTransfers`
     sequence: RankGroup | None = None  # the ranks that have the same samples, each a part of every sequence
     layers: RankGroup | None = None  # all ranks with the same layers, whole or in parts; None: `world`
     sizes: MeshSizes = field(default_factory=lambda: MeshSizes(1))  # of all axes
@@ -230,7 +230,7 @@ def _group_of(
 
 
 def _links(world: RankGroup, sizes: MeshSizes, pipeline: RankGroup) -> tuple[RankGroup, ...]:
-    """Return the groups in which ranks of a pipeline exchange tensors: see the order in `Links`."""
+    """Return the groups in which ranks of a pipeline exchange tensors: see the order in `StageTransfers`."""
     number = num_links(sizes.pipeline) if world.runtime.is_async_device else 1
     if number == 1:
         return (pipeline,)

@@ -92,7 +92,7 @@ class BackwardPass:
             for param, grad in written:
                 param.grad = grad
 
-    def begins_at(self, loss: Tensor, is_boundary: Callable[[], bool]) -> Tensor:
+    def hook_loss(self, loss: Tensor, is_boundary: Callable[[], bool]) -> Tensor:
         """Have the pass begin when autograd reaches `loss`, and end when autograd has finished. Returns `loss`.
 
         is_boundary: asked at the begin. Several such losses may be added and go back together.
@@ -112,7 +112,7 @@ class BackwardPass:
         return loss
 
     @outside_graphs
-    def begins_at_outputs(self, outputs: Any, inputs: Any, begin: Callable[[Tensor | None], ScriptsPass]) -> None:
+    def hook_outputs(self, outputs: Any, inputs: Any, begin: Callable[[Tensor | None], ScriptsPass]) -> None:
         """Have a pass begin when a `backward()` of the script reaches what the engine has returned.
 
         Nothing happens in a pass that an engine was asked for, nor in `torch.autograd.grad`, which leaves no gradient

@@ -44,7 +44,7 @@ from launcher.engine.deepspeed_engine import DeepSpeedEngine
 from launcher.engine.model_check import check_for_ranks, check_model, check_types, leaves_not_found
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parallel import check_optimizer, sizes_with_experts, split_over_ranks, spread_over_ranks
-from launcher.engine.parts import EngineParts, loss_scale_rules, swap_space, trusted_kernel
+from launcher.engine.parts import EngineParts, loss_scale_rules, swap_space, verified_kernel
 from launcher.engine.pipeline import PipelineEngine
 from launcher.engine.sequence import attach_sequence, check_groups, check_sequence, sequence_size
 from launcher.engine.sharded import ShardedModel, end_engine_of
@@ -372,7 +372,7 @@ def _shard(
     state_dtype = TORCH_DTYPES[policy.precision.state]
     found = {kind: kernel_for(kind) for kind in (group.device.type, "cpu")}
     if group.device.type != "cpu":
-        found[group.device.type] = trusted_kernel(found[group.device.type], plan, shards, state_dtype, mesh.world)
+        found[group.device.type] = verified_kernel(found[group.device.type], plan, shards, state_dtype, mesh.world)
     found = {kind: kernel or last_resort for kind, kernel in found.items()}
     backend = OptimizerBackend(
         {kind: kernel for kind, kernel in found.items() if kernel is not None},

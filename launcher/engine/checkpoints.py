@@ -179,7 +179,7 @@ class Checkpoints:
         for unit in sharded.units:
             if (lost := unit.find_lost()) is not None:
                 raise lost
-            unit.take_edits()
+            unit.sync_external_writes()
         return contents_of(
             self._engine.module,
             sharded.units,

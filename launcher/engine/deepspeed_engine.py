@@ -319,7 +319,7 @@ class DeepSpeedEngine(Engine):
             self._backward_done = True
             return self._reduces_at_boundary()
 
-        return self._pass.begins_at(scaled_up(loss / num_parts, loss_scale), begin)
+        return self._pass.hook_loss(scaled_up(loss / num_parts, loss_scale), begin)
 
     def compile(
         self, backend: Any = "inductor", compile_kwargs: Mapping[str, Any] | None = None, schedule: Any = None

@@ -204,7 +204,7 @@ class Engine(nn.Module):
             with self._parts.sequence.checked((inputs, kwargs)), self._watch.phase("forward"), casting.context():
                 outputs = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and self.optimizer is not None:
-            self._pass.begins_at_outputs(outputs, (inputs, kwargs), self._begin_backward_of_script)
+            self._pass.hook_outputs(outputs, (inputs, kwargs), self._begin_backward_of_script)
         return outputs
 
     def train(self, mode: bool = True) -> Engine:

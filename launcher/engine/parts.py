@@ -96,7 +96,7 @@ def precision_notice(settings: Config) -> str | None:
 # ---- Which kernels an engine trusts on its device ----
 
 
-def trusted_kernel(
+def verified_kernel(
     kernel: Kernel | None,
     plan: OptimizerPlan,
     shards: Sequence[ParamShard],

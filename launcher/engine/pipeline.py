@@ -18,7 +18,7 @@ from launcher.comm.torch_internals import tree_map_only
 from launcher.engine.backward import scaled_up
 from launcher.engine.deepspeed_engine import DeepSpeedEngine
 from launcher.engine.parts import EngineParts
-from launcher.parallel.pipeline.links import Links
+from launcher.parallel.pipeline.links import StageTransfers
 from launcher.parallel.pipeline.runtime import (
     Action,
     EngineVerbs,
@@ -50,7 +50,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._staged = model
         self._plan = plan
         verbs = EngineVerbs(self._forward_context, self._backward_context, self._scaled, self._take_left)
-        links = Links(group, plan.rank_of, parts.mesh.links)  # before any transfer: see there
+        links = StageTransfers(group, plan.rank_of, parts.mesh.links)  # before any transfer: see there
         self._runtime = PipelineRuntime(model, links, plan.rank_of, verbs)
         self._tied = TiedParameters(model, parts.sharded.units, group, plan.rank_of)
         self._tied.copy_from_owner()
@@ -281,7 +281,7 @@ class PipelineEngine(DeepSpeedEngine):
         return scaled_up(loss / self.gradient_accumulation_steps(), self._trained().loss_scale)
 
     def _take_left(self) -> None:
-        self._sharded.reducer.take_left()
+        self._sharded.reducer.collect_untracked_grads()
 
     def _report(self) -> None:
         super()._report()

@@ -25,7 +25,7 @@ _Prepare = Callable[[FlatUnit], None]
 
 def safe_get_full_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return a copy of a parameter's master value; None when no engine trains it. Collective."""
-    return _full(param, _master_of, FlatUnit.take_edits)
+    return _full(param, _master_of, FlatUnit.sync_external_writes)
 
 
 def safe_get_full_grad(param: nn.Parameter) -> Tensor | None:
@@ -68,7 +68,7 @@ def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_stat
 
 def safe_get_local_fp32_param(param: nn.Parameter) -> Tensor | None:
     """Return a copy of this rank's part of a parameter's master value; None when no engine trains it."""
-    return _local(param, _master_of, FlatUnit.take_edits)
+    return _local(param, _master_of, FlatUnit.sync_external_writes)
 
 
 def safe_get_local_grad(param: nn.Parameter) -> Tensor | None:
@@ -130,7 +130,7 @@ def _set_grad(param: nn.Parameter, value: Tensor, write: _Write, prepare: _Prepa
         raise _nothing(slot, "gradient", "call it between engine.backward and engine.step")
     with unit.in_memory():
         write(unit, slot, _part(unit, slot, gradient), value)
-    unit.grads.note_written()  # after the block: it may bring the optimizer's copy in, and send it out, itself
+    unit.grads.invalidate_norm()  # after the block: it may bring the optimizer's copy in, and send it out, itself
 
 
 def _set_optimizer_state(param: nn.Parameter, value: Tensor, name: str, write: _Write) -> None:

@@ -301,7 +301,7 @@ class UnitGradients:
                     part.copy_(grad.detach().to_dense().reshape(-1)[owned.start : owned.stop])
                 self._local.used[index] = grad is not None
         self._local.written.clear()
-        self.note_written()
+        self.invalidate_norm()
 
     def drop(self, index: int) -> bool:
         """Forget the gradient autograd left on parameter `index`. Returns whether it is in the sum all the same."""
@@ -497,14 +497,14 @@ class UnitGradients:
         self._streams.join(Side.REDUCE)
         self._group.copier.synchronize()
 
-    def note_written(self) -> None:
+    def invalidate_norm(self) -> None:
         """Take over that `owned_grad` was written from elsewhere."""
         self._square = None
         self._sum.copy_to_optimizer()
 
-    def hand_over(self) -> Tensor:
+    def swap_optimizer_grad(self) -> Tensor:
         """Return `optimizer_grad`; the next gradient comes into other memory, the one after into this again."""
-        return self._sum.hand_over()
+        return self._sum.swap_optimizer_grad()
 
     def discard(self) -> None:
         """Forget all gradients; the next backward overwrites the buffers."""

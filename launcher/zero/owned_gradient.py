@@ -67,7 +67,7 @@ class OwnedGradient:
         if placement.is_offloaded and not self._is_offloaded:
             self.optimizer_grad = placement.empty(numel, dtype, group).zero_()
         self._spare_grad = placement.empty(numel, dtype, group) if turns else self.optimizer_grad
-        self._is_handed_over = False
+        self._is_swapped = False
         self.swap = placement.swapped(self.optimizer_grad)
         if self.swap is not None:
             self.swap.drop()
@@ -83,8 +83,8 @@ class OwnedGradient:
 
     def begin_backward(self) -> None:
         """Have the next gradient come into other memory than the one that was handed over."""
-        if self._is_handed_over:
-            self.optimizer_grad, self._spare_grad, self._is_handed_over = self._spare_grad, self.optimizer_grad, False
+        if self._is_swapped:
+            self.optimizer_grad, self._spare_grad, self._is_swapped = self._spare_grad, self.optimizer_grad, False
             if self._is_offloaded:
                 self.grad = self.optimizer_grad
 
@@ -171,9 +171,9 @@ class OwnedGradient:
         with self.in_memory():
             return sum_of_squares(self.grad, parts).to(self._group.device)
 
-    def hand_over(self) -> Tensor:
+    def swap_optimizer_grad(self) -> Tensor:
         """Return `optimizer_grad`; the next gradient comes into other memory, the one after into this again."""
-        self._is_handed_over = True
+        self._is_swapped = True
         return self.optimizer_grad
 
     def end_step(self) -> None:

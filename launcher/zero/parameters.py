@@ -590,7 +590,7 @@ class UnitParameters:
             if self._master_swap is not None:
                 self._master_swap.bring_in(reads=keeps_bits)
             if keeps_bits:
-                self.take_edits()
+                self.sync_external_writes()
             else:
                 with self.offloaded.on_device(writes=True):
                     self.master.copy_(self._own_flat)
@@ -604,7 +604,7 @@ class UnitParameters:
         self.count_write(self._layout.slots)
         self.forget_written()
 
-    def take_edits(self) -> None:
+    def sync_external_writes(self) -> None:
         """Take values that were written into the unsharded parameters since the last step over into the master.
 
         The others keep the master's bits that 16 bits cannot hold. The master must be in memory.

@@ -95,7 +95,7 @@ class GradientReducer:
             while self._unsent and (oldest := next(iter(self._unsent))).is_complete:
                 self._reduce(oldest)
 
-    def take_left(self) -> None:
+    def collect_untracked_grads(self) -> None:
         """Take over the gradients that were written to parameters past autograd's hooks, within a backward pass."""
         for gradients in self._gradients:
             for index in range(len(gradients.used)):

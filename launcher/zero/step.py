@@ -58,7 +58,7 @@ class DelayedUpdate:
 
     def begin(self, unused: Collection[str], grad_scale: float) -> None:
         """Take the units' gradients over and start a step with them. The step before must have been written back."""
-        grads = {unit.index: unit.grads.hand_over() for unit in self._units if unit.grads is not None}
+        grads = {unit.index: unit.grads.swap_optimizer_grad() for unit in self._units if unit.grads is not None}
         update = self._optimizer.prepare(grad_scale, unused, grads)
         self.is_written_back, self._unused = False, unused
         self._running = self._thread.submit(self._run, update)
@@ -368,7 +368,7 @@ def step_units(
         next((error for unit in trained if (error := unit.find_lost()) is not None), None),
     )
     for unit in trained:
-        unit.take_edits()
+        unit.sync_external_writes()
         unit.forget_lost()
     # The same on all ranks that have one model together: a stage of a pipeline may have frozen parameters only.
     has_gradients = bool(gradients) or mesh.model is not None

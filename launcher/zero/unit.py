@@ -88,7 +88,7 @@ class FlatUnit:
         if policy.has_ds_attributes:
             describe(self.params)  # at once: `ds_tensor` of `zero.Init` keeps the shard alive that this unit has copied
 
-    def take_edits(self) -> None:
+    def sync_external_writes(self) -> None:
         """Take over what was written into whole parameters from outside since the last step: a clamp, an average."""
         params = self.params
         is_apart = params.master is not params.shard
@@ -97,7 +97,7 @@ class FlatUnit:
             params.is_touched |= is_written  # ranks compare their values in the step
             params.wait()
             with self.in_memory():
-                params.take_edits()
+                params.sync_external_writes()
 
     def find_lost(self) -> EngineError | None:
         """Return the error of what the next step would lose; None where it loses nothing.

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from launcher.comm.buffers import BufferPool
 from launcher.comm.groups import world_group
-from launcher.engine.parts import trusted_kernel
+from launcher.engine.parts import verified_kernel
 from launcher.kernels.api import Adagrad, Adam, DeviceScale, GradScale, Kernel, Lamb, Lion, Rule, Sgd, Span
 from launcher.kernels.check import SpanTypes, norm_problem, update_problem
 from launcher.kernels.reference import ReferenceKernel
@@ -106,8 +106,8 @@ def _chosen(rank: int, world_size: int) -> tuple[list[bool], list[str]]:
     offers: list[Kernel] = [ReferenceKernel(), DoesNotCompile(), IgnoresScale() if rank else ReferenceKernel()]
     plan_adam = plan_from_config("AdamW", {}, nn.Linear(1, 1), None)
     with logged() as lines:
-        found = [trusted_kernel(kernel, plan, shards, torch.float32, group) is kernel for kernel in offers[:2]]
-        found.append(trusted_kernel(offers[2], plan_adam, shards, torch.float32, group) is offers[2])
+        found = [verified_kernel(kernel, plan, shards, torch.float32, group) is kernel for kernel in offers[:2]]
+        found.append(verified_kernel(offers[2], plan_adam, shards, torch.float32, group) is offers[2])
     return found, lines
 
 

@@ -60,7 +60,7 @@ class Receiving:
         return self.tensors
 
 
-class Links:
+class StageTransfers:
     """The transfers of one rank of a pipeline, in the order of its actions."""
 
     def __init__(self, group: RankGroup, rank_of: RankOf, links: Sequence[RankGroup] = ()) -> None:

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import ConfigError, EngineError
 from launcher.comm.torch_internals import divided_backward
-from launcher.parallel.pipeline.links import Links, RankOf, Receiving
+from launcher.parallel.pipeline.links import RankOf, Receiving, StageTransfers
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.sharding.pipeline import PipelinePlan
 
@@ -242,7 +242,7 @@ class _Forward:
 class PipelineRuntime:
     """One rank of a pipeline. All ranks of the pipeline must call each method together."""
 
-    def __init__(self, model: StagedModel, links: Links, rank_of: RankOf, verbs: EngineVerbs) -> None:
+    def __init__(self, model: StagedModel, links: StageTransfers, rank_of: RankOf, verbs: EngineVerbs) -> None:
         """links: to the other ranks of the pipeline."""
         self._model = model
         self._links = links
@@ -267,8 +267,8 @@ class PipelineRuntime:
     ) -> None:
         """Run one step, or one evaluation within `torch.no_grad()`; then `losses` and `outputs` have what it gave.
 
-        micro_batches: `count` of them; None on a rank whose stages read none. Raises: see `Links.agree`; EngineError
-        for stages that return what cannot be sent.
+        micro_batches: `count` of them; None on a rank whose stages read none. Raises: see `StageTransfers.agree`;
+        EngineError for stages that return what cannot be sent.
         """
         self._forget()
         self._signatures = self._links.agree(micro_batches, count, compares_values=not self._has_compared)

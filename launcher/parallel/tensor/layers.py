@@ -53,7 +53,7 @@ class SharedInput:
 
 
 @dataclass(frozen=True, eq=False)
-class Share:
+class TensorShard:
     """What a layer knows of the other ranks."""
 
     name: str  # of the layer, fully qualified
@@ -63,25 +63,25 @@ class Share:
     takes_whole_input: bool = False  # of a row-split layer: each rank takes its part of it
     gathers_output: bool = False  # of a column-split layer
 
-    def __deepcopy__(self, _: Any) -> Share:
+    def __deepcopy__(self, _: Any) -> TensorShard:
         return self  # a process group has no copy
 
 
-_SHARE: Mark[Share] = Mark("tensor_share")
+_SHARE: Mark[TensorShard] = Mark("tensor_share")
 
 
-def share_of(module: nn.Module) -> Share | None:
+def share_of(module: nn.Module) -> TensorShard | None:
     """Return how a module is split; None for one that is whole."""
     return _SHARE.of(module)
 
 
-def _share_of_split(module: nn.Module) -> Share:
+def _share_of_split(module: nn.Module) -> TensorShard:
     share = _SHARE.of(module)
     assert share is not None
     return share
 
 
-def become(module: nn.Module, kind: type[nn.Module], share: Share) -> None:
+def become(module: nn.Module, kind: type[nn.Module], share: TensorShard) -> None:
     """Turn a module into one of which each rank has a part. Its parameters must be this rank's parts already."""
     _SHARE.put(module, share)
     module.__class__ = kind

@@ -154,7 +154,7 @@ def _turn(name: str, module: nn.Module, plan: LayerPlan, group: RankGroup, share
     weight = module._parameters["weight"]
     split = split_of(weight) if weight is not None else None
     assert split is not None
-    share = layers.Share(
+    share = layers.TensorShard(
         name,
         group,
         split,
