@@ -363,7 +363,7 @@ def _yaml_value(loader: Any, node: Any, path: KeyPath, result: Located, source: 
         return [_yaml_value(loader, n, (*path, i), result, source) for i, n in enumerate(node.value)]
     if not isinstance(node, yaml.MappingNode):
         value = loader.construct_object(node)
-        # YAML 1.1 takes 1e-3 for a string; nobody means that.
+        # YAML 1.1 takes 1e-3 for a string; in a config it is a number.
         if isinstance(value, str) and not node.style and _YAML_FLOAT.fullmatch(value):
             return float(value)
         return value

@@ -2,9 +2,8 @@
 
 When a rank dies, its peers fail too, often within milliseconds and with errors of their own about a lost connection.
 The order in which such news reaches the controller says little, so every failure is kept, with the time of its death,
-and the cause is chosen at the end. All times are our monotonic clock, which is never
-set; those of other hosts are converted when they are compared: news of the first second come before it is well known
-how the clocks differ.
+and the cause is chosen at the end. All times are our monotonic clock, which is never set; those of other hosts are
+converted when they are compared: news of the first second come before it is well known how the clocks differ.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What has started this process: another launcher, a scheduler of nodes, Slurm, or nobody. Told by the environment.
+"""What has started this process: another launcher, a scheduler of nodes, Slurm, or a user; by environment variables.
 
 Pure: environment mappings in, values out. The variables of nodes are documented by torchrun (PET_*, which Kubernetes'
 training operators set), by PyTorchJob (MASTER_ADDR, WORLD_SIZE, RANK), Azure ML, Vertex AI and Lightning (NODE_RANK),

@@ -93,9 +93,10 @@ class Command(click.Command):
         self._details = details
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        # From now on errors call a field what the option is called that fills it.
+        # Until the command ends, errors call a field what the option is called that fills it.
         spellings = {one.name: one.spelling for one in self.params if isinstance(one, Option)}
-        naming.set(lambda name: spellings.get(name) or option_of(name))
+        token = naming.set(lambda name: spellings.get(name) or option_of(name))
+        ctx.call_on_close(lambda: naming.reset(token))
         return super().parse_args(ctx, args)
 
     def get_params(self, ctx: click.Context) -> list[click.Parameter]:

@@ -18,10 +18,10 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import TracebackType
 
 from harness.launch.command import slowness, wait_until
 from harness.launch.nodes import MortalNodes
+from harness.launch.sshd import Server
 from harness.ports import free_port
 
 NUM_NODES = 3
@@ -84,7 +84,7 @@ def _find(name: str) -> str | None:
     return shutil.which(name, path=f"{os.environ.get('PATH', '')}:/usr/sbin:/sbin")
 
 
-class LoopbackSlurm:
+class LoopbackSlurm(Server):
     """`n1`, `n2`, `n3` with two GPUs each (character devices that nobody opens); a context manager.
 
     `env` is what commands such as sbatch need. `stop_node` and `start_node` play a machine that dies.
@@ -220,24 +220,6 @@ class LoopbackSlurm:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-    def __enter__(self) -> LoopbackSlurm:
-        try:
-            self.start()
-        except BaseException:
-            self.stop()
-            raise
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
-        if self._owns_folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
     def _write_files(self) -> None:
         (self.folder / "state").mkdir(exist_ok=True)

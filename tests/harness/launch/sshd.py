@@ -6,6 +6,7 @@ ssh_config and serves until its stdin ends.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import getpass
 import os
@@ -17,7 +18,7 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from types import TracebackType
+from typing import TypeVar
 
 from harness.launch.command import slowness
 from harness.ports import free_port
@@ -53,7 +54,36 @@ def available() -> str | None:
     return None
 
 
-class LoopbackSshd:
+_S = TypeVar("_S", bound="Server")
+
+
+class Server(abc.ABC):
+    """Programs that serve within a `with` block, and their folder, which goes with them where it was made for them."""
+
+    folder: Path
+    _owns_folder: bool
+
+    @abc.abstractmethod
+    def start(self) -> None: ...
+
+    @abc.abstractmethod
+    def stop(self) -> None: ...
+
+    def __enter__(self: _S) -> _S:
+        try:
+            self.start()
+        except BaseException:
+            self.stop()
+            raise
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+        if self._owns_folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+class LoopbackSshd(Server):
     """Serve SSH on 127.0.0.* at one port, with keys of its own; a context manager.
 
     `ssh_config` and `known_hosts` are all that a client needs; `stop` and `change_host_key` play failures.
@@ -135,20 +165,6 @@ class LoopbackSshd:
             self._process.terminate()
             self._process.wait()
             self._process = None
-
-    def __enter__(self) -> LoopbackSshd:
-        self.start()
-        return self
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.stop()
-        if self._owns_folder:
-            shutil.rmtree(self.folder, ignore_errors=True)
 
 
 class StalledServer:
