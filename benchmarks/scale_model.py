@@ -22,7 +22,7 @@ from harness.launch.sshd import LoopbackSshd
 
 from launcher.base.processes import FILES_A_HOST
 from launcher.cluster.cluster import Host
-from launcher.fleet.member import MAX_PARALLEL
+from launcher.fleet.host_link import MAX_PARALLEL
 from launcher.transport.ssh.options import SshOptions
 from launcher.transport.ssh.transport import SshTransport
 

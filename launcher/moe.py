@@ -1,4 +1,4 @@
-"""Mixtures of experts for models of your own: a layer whose experts are spread over ranks, and helpers.
+"""Mixtures of experts for models of your own: a layer whose experts are sharded over ranks, and helpers.
 
 Names and meaning are those of DeepSpeed's `deepspeed.moe.layer` and `deepspeed.moe.utils`.
 """

@@ -28,7 +28,7 @@ import time
 
 from launcher.base import env, preemption
 from launcher.base.private_files import write_private
-from launcher.base.progress import tell
+from launcher.base.progress import update_progress
 from launcher.base.signals import STACKS_SIGNAL
 from launcher.compat import install
 
@@ -53,7 +53,7 @@ _NO_INPUT = (
 
 def main() -> None:
     """Run the command in `sys.argv`; does not return when it fails."""
-    tell(phase="")  # python has started; what the script does, it may say itself
+    update_progress(phase="")  # python has started; what the script does, it may say itself
     _dump_stacks()
     preemption.listen()
     kind, target = sys.argv[1:3]
@@ -85,7 +85,7 @@ def main() -> None:
         sys.exit(_exit_code(error))
     finally:
         if os.getpid() == _RANK_PID:  # and no fork of it that has come back here
-            tell(phase="exiting")  # exit handlers and threads may take long
+            update_progress(phase="exiting")  # exit handlers and threads may take long
 
 
 def _forget_this_package() -> None:

@@ -1,4 +1,6 @@
-"""Can the hosts open TCP connections to each other? One process of this on each host, all at the same time.
+"""TCP ports of one host: which is free, does the master answer, and can the hosts connect to each other?
+
+For the last question one process of this runs on each host, all at the same time.
 
     python -m launcher.agent.ports \
         '{"index": 0, "token": "...", "port": 4711, "peers": {"1": ["node-b", 4712]}, "timeout_s": 5}'
@@ -9,12 +11,13 @@ it is ended. Who answers says token and index: a wrong address may well lead to 
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import socket
 import sys
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 UNRESOLVED = "the name cannot be resolved"
@@ -22,10 +25,64 @@ _LIFE_S = 300.0  # an end of its own, should nobody end it
 _RETRY_S = 0.1
 _MAX_PARALLEL = 64
 _MAX_ANSWER_BYTES = 256
+# Below the range from which Linux takes ports for outgoing connections: ranks bind the port only seconds later, after
+# `import torch`, and no connection may hold it by chance then.
+_FIRST_PORT, _NUM_PORTS = 12_000, 20_000
+_PORT_TRIES = 100
+_MASTER_S = 5.0  # for an answer from the master, before there are ranks
+
+
+def free_port(wanted: int) -> int:
+    """Return `wanted`, or any port when that is 0; 0 when `wanted` is in use."""
+    if wanted:
+        with socket.socket() as probe:
+            # As torch's own listener: connections of a run before may linger.
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            try:
+                probe.bind(("", wanted))
+            except OSError:
+                return 0
+        return wanted
+    for _ in range(_PORT_TRIES):
+        port = _FIRST_PORT + int.from_bytes(os.urandom(4), "big") % _NUM_PORTS
+        with contextlib.suppress(OSError), socket.socket() as probe:
+            probe.bind(("", port))
+            return port
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def problem_of_master(address: str, port: int) -> str | None:
+    """Return why ranks of this node would not reach the master, None when they will. port: 0: is not tried.
+
+    torch would repeat it for half an hour, with a warning each time. Nothing listens there yet: a refusal is an answer.
+    """
+    try:
+        found = socket.getaddrinfo(address, port or None, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return "cannot be resolved"
+    problem = None
+    for family, kind, protocol, _, place in found if port else ():
+        with socket.socket(family, kind, protocol) as probe:
+            probe.settimeout(_MASTER_S / len(found))
+            try:
+                probe.connect(place)
+            except ConnectionRefusedError:
+                return None
+            except TimeoutError:
+                problem = problem or f"gives no answer at port {port}"
+            except OSError as error:
+                problem = problem or f"cannot be reached: {error.strerror or error}"
+            else:
+                return None
+    return problem
 
 
 def main(spec: dict[str, Any]) -> None:
     """Listen, connect to all peers, print `{"failed": {index: reason}}`, stay until ended."""
+    from concurrent.futures import ThreadPoolExecutor  # the agent imports this file, and starts without it
+
     index, token, port = int(spec["index"]), str(spec["token"]), int(spec["port"])
     peers = {int(number): (str(host), int(port)) for number, (host, port) in spec["peers"].items()}
     threading.Thread(target=serve, args=(listener(port), answer(token, index)), daemon=True).start()

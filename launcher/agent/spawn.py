@@ -15,7 +15,7 @@ from launcher.agent.wire import RESULT, STDERR, STDOUT, Spawn, SpawnFailed, is_s
 from launcher.base import env
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.processes import allow_files, die_with_parent, give_limit, original_limit
-from launcher.base.progress import NOTHING, make_counter
+from launcher.base.progress import NO_PROGRESS, make_counter
 from launcher.base.units import format_bytes
 from launcher.cluster.devices import Devices, all_devices, rank_devices
 from launcher.transport.command import own_argv, package_root
@@ -24,7 +24,7 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
-    from launcher.base.progress import Told
+    from launcher.base.progress import RankProgress
 
 WORKER_MODULE = "launcher.worker"
 _MAX_VARIABLE_BYTES = 128 << 10  # MAX_ARG_STRLEN of Linux, for a variable or an argument; all together: ulimit -s
@@ -62,7 +62,7 @@ class RankProcess:
         self.error_file, self.stacks_file = files[env.ERROR_FILE.name], files[env.STACKS_FILE.name]
         self.torch_error_file = files[env.TORCHELASTIC_ERROR_FILE.name]
         self.crash_file, self.num_crash_bytes = files[env.CRASH_FILE.name], 0  # that were read from it
-        self.progress: Told = NOTHING  # as last sent
+        self.progress: RankProgress = NO_PROGRESS  # as last sent
         self.status: int | None = None  # exit code or minus the signal, None while it runs
         self.record: dict[str, Any] | None = None  # the error record its worker left, while it still runs perhaps
         self.ended_s = 0.0  # monotonic clock, set together with `status`

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import struct
 
 from launcher.base.errors import ProtocolError
@@ -26,6 +27,9 @@ MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
 MAX_PAYLOAD_BYTES = 16 << 20
 PIECE_BYTES = 1 << 20  # of a call
 STDOUT, STDERR, RESULT = "stdout", "stderr", "result"  # what `Output.stream` says
+MAX_READ_BYTES = 1 << 16  # at once, by the agent
+_MAX_WRITE_BYTES = 1 << 20  # at once, by the agent
+_MAX_UNSENT_BYTES = 4 << 20  # above it the ranks' pipes are left unread
 _FRAME_BYTES = 128  # what the frame of an Output adds to its data, at most
 _MIN_COST_BYTES = 512  # of an Output, however short: it may need a line, a buffer, of srun for itself
 _LENGTHS = struct.Struct(">II")
@@ -266,6 +270,62 @@ def encode(message: Message) -> bytes:
             hint="put them into a file that the script reads",
         )
     return _LENGTHS.pack(len(header), len(payload)) + header + payload
+
+
+class Outbox:
+    """Buffers what the agent sends, and counts the output that the launcher has not handled yet.
+
+    `write` never blocks. When the launcher reads too slowly, `room_bytes` becomes 0: the ranks' pipes are left
+    unread then, so that ranks wait instead of memory growing or output being lost.
+    """
+
+    def __init__(self, descriptor: int) -> None:
+        self.descriptor = descriptor
+        self.is_connected = True
+        self.window_bytes: int | None = None  # of output that may be unhandled; None: without a bound
+        self._unsent = bytearray(MAGIC)
+        self._unhandled_bytes = 0  # of output: sent, or to be sent, and not yet handled by the launcher
+
+    def __bool__(self) -> bool:
+        """Whether anything is to be written."""
+        return bool(self._unsent)
+
+    def send(self, message: Message) -> None:
+        """Append a message to the buffer; does nothing once the launcher has gone."""
+        if self.is_connected:
+            self._unsent += encode(message)
+
+    def send_output(self, rank: int, stream: str, data: bytes) -> None:
+        """Append output of a rank, and count it against the window."""
+        message = Output(rank, stream, data)
+        self._unhandled_bytes += message.cost_bytes
+        self.send(message)
+
+    def add_handled(self, num_bytes: int) -> None:
+        """Widen the window again by output that the launcher has handled."""
+        self._unhandled_bytes -= num_bytes
+
+    def room_bytes(self) -> int:
+        """Return how much of a rank's output may be read at once; 0 until a quarter of the window is free."""
+        if len(self._unsent) >= _MAX_UNSENT_BYTES:
+            return 0
+        if self.window_bytes is None or not self.is_connected:
+            return MAX_READ_BYTES
+        free_bytes = self.window_bytes - self._unhandled_bytes
+        return min(free_bytes, MAX_READ_BYTES) if free_bytes >= self.window_bytes // 4 else 0
+
+    def write(self) -> None:
+        """Write as much as the descriptor takes now. Raises: OSError when the launcher has gone."""
+        try:
+            while self._unsent:
+                del self._unsent[: os.write(self.descriptor, memoryview(self._unsent)[:_MAX_WRITE_BYTES])]
+        except BlockingIOError:
+            return
+
+    def disconnect(self) -> None:
+        """Drop what is unsent, and all that is sent from now on."""
+        self.is_connected = False
+        self._unsent.clear()
 
 
 class Decoder:

@@ -31,12 +31,12 @@ EVALUATING = "evaluating"
 BETWEEN_STEPS = "between steps"  # the engine has returned from one: the script reads data, say
 
 
-class Told(Record):
-    """What a rank has told about its progress."""
+class RankProgress(Record):
+    """What a rank has reported of its progress."""
 
     heartbeats: int = 0
     step: int | None = None  # None: it counts no steps of its own
-    loss: float | None = None  # the last one it told; None: none, or not a number
+    loss: float | None = None  # the last one it reported; None: none, or not a number
     phase: str = ""  # what it is doing; "": its script has not said so
     total_steps: int | None = None  # the step that is the last one; None: not known
 
@@ -46,7 +46,7 @@ class Told(Record):
         return self.step if self.step is not None else self.heartbeats or None
 
 
-NOTHING = Told(phase=STARTING)
+NO_PROGRESS = RankProgress(phase=STARTING)
 
 
 def heartbeat(loss: float | None = None) -> None:
@@ -55,7 +55,7 @@ def heartbeat(loss: float | None = None) -> None:
     loss: shown on the terminal until the next one; a number that is there anyway, not worth a wait for the device.
     Raises: TypeError for a value that is not a number; nothing is counted then.
     """
-    tell(beats=1, loss=None if loss is None else _number(loss))
+    update_progress(beats=1, loss=None if loss is None else _number(loss))
 
 
 def _number(loss: object) -> float:
@@ -78,11 +78,11 @@ def phase(text: str) -> Iterator[None]:
     if not isinstance(text, str):
         raise TypeError(f'phase(text) takes a string, such as "evaluating"; got {type(text).__name__} {text!r:.60}')
     before = _phase()
-    tell(phase=" ".join(text.split()))
+    update_progress(phase=" ".join(text.split()))
     try:
         yield
     finally:
-        tell(phase=before)
+        update_progress(phase=before)
 
 
 def _phase() -> str:
@@ -94,7 +94,7 @@ def _text(stored: bytes) -> str:
     return stored.rstrip(b"\0").decode("utf-8", "ignore")  # a character may have been cut
 
 
-def tell(
+def update_progress(
     *,
     beats: int = 0,
     step: int | None = None,
@@ -102,7 +102,7 @@ def tell(
     loss: float | None = None,
     phase: str | None = None,
 ) -> None:
-    """Say where this rank stands. Only `beats` count as progress. step: where it is not the number of heartbeats."""
+    """Report where this rank is. Only `beats` count as progress. step: where it is not the number of heartbeats."""
     shared = _memory()
     if shared is not None:
         _write(shared, beats, step, total_steps, loss, phase)
@@ -147,14 +147,14 @@ def make_counter(path: str) -> int:
     return descriptor
 
 
-def read_counter(descriptor: int) -> Told:
-    """Return what a rank has told so far."""
+def read_counter(descriptor: int) -> RankProgress:
+    """Return what a rank has reported so far."""
     data = os.pread(descriptor, _NUM_BYTES, 0)
     if len(data) != _NUM_BYTES:  # a script may have emptied the file
-        return Told()
+        return RankProgress()
     heartbeats, step, total_steps = memoryview(data).cast("q")[:_LOSS]
     loss = memoryview(data).cast("d")[_LOSS]
-    return Told(
+    return RankProgress(
         heartbeats,
         None if step == _NO_STEP else step,
         None if loss != loss else loss,  # NaN

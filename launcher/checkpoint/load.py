@@ -20,7 +20,7 @@ from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.source import UNKNOWN_OPTIMIZER, WEIGHT, CheckpointSource, StoredParam
 from launcher.optim.api import FlatOptimizer, ParamShard
-from launcher.parallel.expert.share import absent_names
+from launcher.parallel.expert.placement import remote_expert_names
 from launcher.sharding.layout import ParamInfo
 from launcher.zero.marks import slice_of
 from launcher.zero.parameters import full_shape, param_info, unit_params_of
@@ -213,7 +213,7 @@ def _misfit(source: CheckpointSource, target: Target, *, is_strict: bool) -> str
         stored = source.params
         shapes = {name: full_shape(param) for name, param in target.module.named_parameters()}
         known = {*shapes, *(name for name, _ in _other_tensors(target.module))}
-        known |= {*target.names_of_others, *absent_names(target.module)}
+        known |= {*target.names_of_others, *remote_expert_names(target.module)}
         missing = [name for name in shapes if name not in stored]
         unexpected = [name for name in stored if name not in known]
         if is_strict and (missing or unexpected):

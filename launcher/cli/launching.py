@@ -24,7 +24,7 @@ from launcher.registry.registry import registered
 if TYPE_CHECKING:
     from launcher.cli.console.live import LiveView
     from launcher.cli.options.run import RunOptions
-    from launcher.fleet.reach import Reach
+    from launcher.fleet.transports import Transports
     from launcher.plan.plan import JobPlan
     from launcher.plan.request import Request
     from launcher.transport.local import LocalTransport
@@ -47,7 +47,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
     _check_script(plan)
     _check_local_ranks(options, plan)
     if options.dry_run:
-        plan = _with_commands(plan, job.reach)
+        plan = _with_commands(plan, job.transports)
         sizes = job.mesh_of(plan)
         if sizes is not None and not sizes.is_data_alone:
             plan = dataclasses.replace(
@@ -58,7 +58,7 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
             click.echo("nothing was started (--dry-run)")
         return 0
     if options.output.level == "debug":
-        plan = _with_commands(plan, job.reach)
+        plan = _with_commands(plan, job.transports)
     console = render.Console(plan, options.output, live=_live_view(options, plan))
     if options.ssh.verbose:
         from launcher.cli.console.trace import show_messages
@@ -102,9 +102,9 @@ def _live_view(options: RunOptions, plan: JobPlan) -> LiveView | None:
     return LiveView(plan)
 
 
-def _with_commands(plan: JobPlan, reach: Reach) -> JobPlan:
+def _with_commands(plan: JobPlan, transports: Transports) -> JobPlan:
     """Return the plan with the commands that start its agents, to be shown."""
-    commands = {node.node_rank: reach.for_host(node.host).command_for(node.host) for node in plan.placement.nodes}
+    commands = {node.node_rank: transports.for_host(node.host).command_for(node.host) for node in plan.placement.nodes}
     return dataclasses.replace(plan, agent_commands=commands)
 
 

@@ -52,7 +52,7 @@ def with_experts(sizes: MeshSizes, expert: int, where: str) -> MeshSizes:
     others = [axis for axis in ("pipeline", "sequence", "tensor") if getattr(sizes, axis) > 1]
     if others:
         raise ConfigError(
-            f"experts are spread over ranks of the data axis alone, and this run has {sizes.equation} ranks",
+            f"experts are sharded over ranks of the data axis alone, and this run has {sizes.equation} ranks",
             where=where,
             hint=f"leave the {others[0]} axis out, or the experts whole on every rank",
         )

@@ -98,7 +98,7 @@ def one_bit_problems(config: Config) -> list[Problem]:
 
 
 def unused_expert_size(config: Config) -> list[tuple[KeyPath, str]]:
-    """Return that a number of ranks for experts has no effect, where no experts are spread."""
+    """Return that a number of ranks for experts has no effect, where no experts are sharded."""
     size = config.expert_parallel.autoep_size
     if config.expert_parallel.enabled is True or size in (1, AUTO):
         return []

@@ -116,14 +116,14 @@ class ExpertParallel(Section):
 
     switch = ("enabled", False)
 
-    enabled: Flag = key(False, "spread the experts of a Hugging Face mixture over ranks")
+    enabled: Flag = key(False, "shard the experts of a Hugging Face mixture over ranks")
     autoep_size: PositiveInt = key(1, "ranks that have one set of experts together; divides the data axis")
     expert_tensor_parallel_size: PositiveInt = key(
         1,
         "ranks of one expert",
         unsupported("experts are not split; use a larger autoep_size", is_off=lambda n: n == 1),
     )
-    moe_layer_pattern: OptText = key(None, "regular expression of the modules whose experts are spread; null: all")
+    moe_layer_pattern: OptText = key(None, "regular expression of the modules whose experts are sharded; null: all")
     expert_pattern: OptText = key(None, 'name of the experts within such a module; null: "experts"')
     preset_model: OptText = key(None, "known model family", _BY_SHAPE)
     router_pattern: OptText = key(None, "names of the routers", _ROUTER)

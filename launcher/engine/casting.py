@@ -8,6 +8,7 @@ import functools
 import importlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,16 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
+from launcher.comm.groups import RankGroup
+from launcher.comm.mesh import ParallelMesh
+from launcher.config.policies import DType, Precision
+from launcher.config.schema import Config
+from launcher.parallel.expert.placement import expert_buffers
+from launcher.zero.gathered import register_outside
+from launcher.zero.marks import is_moe_param
+from launcher.zero.parameters import unit_params_of
 from launcher.zero.partition import mark_fp32
+from launcher.zero.states import TORCH_DTYPES, dtype_of
 
 _WIDE = (torch.float32, torch.float64)
 
@@ -236,3 +246,57 @@ def _compute_in_fp32(module: nn.Module, device_type: str) -> None:
 
     module.register_forward_pre_hook(before, with_kwargs=True)
     module.register_forward_hook(after, always_call=True)
+
+
+# ---- Building: the tensors of a model get their types and places ----
+
+
+def place_buffers(model: nn.Module, settings: Config, precision: Precision, mesh: ParallelMesh) -> None:
+    """Bring everything but parameters to the device, buffers in their configured type and with rank 0's values.
+
+    Those of experts get the values of the first rank that has the same experts. Parameters stay where they are until
+    their unit is built: the device may not hold them all.
+    """
+    buffers = settings.data_types.buffer_dtype
+    configured = None if buffers is None else TORCH_DTYPES[DType(buffers)]
+    with (
+        params_left_out(model),
+        buffers_kept(model, mesh.data.device, lambda buffer: buffer_dtype(buffer.dtype, configured)),
+    ):
+        model.to(device=mesh.data.device, dtype=TORCH_DTYPES[precision.param])
+    widen_batch_norms(model, partial(dtype_of, precision))
+    for buffer in model.buffers():
+        if has_shared_elements(buffer):  # as `expand` makes them: nothing can be written to one of them alone
+            buffer.data = buffer.data.contiguous()
+    of_experts = expert_buffers(model)
+    others = [buffer for buffer in model.buffers() if all(buffer is not each for each in of_experts)]
+    (mesh.layers or mesh.world).communicator.broadcast([buffer.data for buffer in others])
+    (mesh.of_experts or mesh).data.communicator.broadcast([buffer.data for buffer in of_experts])
+
+
+def place_frozen(model: nn.Module, precision: Precision, mesh: ParallelMesh) -> None:
+    """Bring frozen parameters, which are in no unit, to the device, in their type and with rank 0's values."""
+    others = [param for param in model.parameters() if unit_params_of(param) is None]
+    for param in others:
+        param.data = param.data.to(device=mesh.data.device, dtype=dtype_of(precision, param))
+    of_experts = [param for param in others if is_moe_param(param)]
+    of_all = [param for param in others if not is_moe_param(param)]
+    for params, own_mesh in ((of_all, mesh), (of_experts, mesh.of_experts or mesh)):
+        own_mesh.data.communicator.broadcast([param.data for param in params])
+        register_outside(params, own_mesh)
+
+
+def casting_of(model: nn.Module, settings: Config, precision: Precision, group: RankGroup) -> Casting:
+    """Return how forwards are run, by the config."""
+    device_type = group.device.type
+    modules = settings.torch_autocast.lower_precision_safe_modules
+    if modules is not None and settings.torch_autocast.enabled:
+        keep_autocast_to(model, modules, device_type)
+    casts_inputs = settings.fp16.enabled and settings.fp16.auto_cast
+    param_dtype = TORCH_DTYPES[precision.param]
+    return Casting(
+        device_type,
+        param_dtype if casts_inputs else None,
+        None if precision.autocast is None else TORCH_DTYPES[precision.autocast],
+        mixed_types_hint(model, param_dtype),
+    )

@@ -33,7 +33,7 @@ from launcher.engine import stages
 from launcher.engine.data import keeps_position
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parts import EngineParts
-from launcher.parallel.expert.share import absent_parameters
+from launcher.parallel.expert.placement import remote_expert_parameters
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.states import TORCH_DTYPES
 
@@ -129,7 +129,7 @@ class Checkpoints:
         state = vars(self._run_state(client_state, of_modules))
         run = Encoded.of(state, "the run's state", copies=copies, pickles=self._section.pickle_client_state)
         private = Encoded.of(self._private(), f"rank {self._rank}", copies=copies)
-        params = {**dict(model.named_parameters()), **absent_parameters(model)}
+        params = {**dict(model.named_parameters()), **remote_expert_parameters(model)}
         excluded = {name for name, param in params.items() if excludes_frozen and not param.requires_grad}
         data = RankData(writer_index(self._parts.mesh), self._contents(excluded), private)
         return data, SharedData(run, {**facts, "excluded": sorted(excluded)})

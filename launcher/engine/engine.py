@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.base.log import get_logger
-from launcher.base.progress import BETWEEN_STEPS, EVALUATING, TRAINING, heartbeat, phase, tell
+from launcher.base.progress import BETWEEN_STEPS, EVALUATING, TRAINING, heartbeat, phase, update_progress
 from launcher.checkpoint.formats.source import RunState
 from launcher.checkpoint_files.place import place_of
 from launcher.comm.torch_internals import is_profiler_open
@@ -213,7 +213,7 @@ class Engine(nn.Module):
         return super().train(mode)
 
     def _tell_phase(self, *, trains: bool) -> None:
-        tell(phase=TRAINING if trains and self.optimizer is not None else EVALUATING)
+        update_progress(phase=TRAINING if trains and self.optimizer is not None else EVALUATING)
 
     def backward(self, loss: Tensor, retain_graph: bool = False, scale_wrt_gas: bool = True) -> Tensor:
         """Compute gradients of `loss` and start reducing them. Every rank must call it.
@@ -288,7 +288,7 @@ class Engine(nn.Module):
         self._num_summed += 1
         self._watch.throughput.stop(boundary)
         if boundary:
-            tell(step=self.global_steps, phase=BETWEEN_STEPS)  # heartbeats count micro-batches
+            update_progress(step=self.global_steps, phase=BETWEEN_STEPS)  # heartbeats count micro-batches
             self._report()
             self._begin_sum()
             self._num_drops = 0

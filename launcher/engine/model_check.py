@@ -6,7 +6,10 @@ import torch
 from torch import nn
 
 from launcher.base.errors import EngineError, did_you_mean
-from launcher.config.schema import DEFAULT_LEAF_CLASSES, LeafModule
+from launcher.base.log import get_logger
+from launcher.comm.groups import RankGroup
+from launcher.config.schema import DEFAULT_LEAF_CLASSES, Config, LeafModule
+from launcher.zero.leaves import mark_leaves
 from launcher.zero.parameters import unit_params_of
 
 
@@ -54,7 +57,7 @@ def check_for_ranks(model: nn.Module, world_size: int) -> None:
             )
 
 
-def leaves_not_found(model: nn.Module, section: LeafModule) -> list[str]:
+def _leaves_not_found(model: nn.Module, section: LeafModule) -> list[str]:
     """Return a sentence for each entry of `leaf_module` that fits no module of the model."""
     names = [name for name, _ in model.named_modules() if name]
     kinds = {type(module) for module in model.modules()}
@@ -70,6 +73,15 @@ def leaves_not_found(model: nn.Module, section: LeafModule) -> list[str]:
         for key, entry, is_there, choices in wanted
         if not is_there and entry not in DEFAULT_LEAF_CLASSES
     ]
+
+
+def mark_leaf_modules(model: nn.Module, settings: Config, group: RankGroup) -> None:
+    """Mark the modules that the config names as leaves; rank 0 warns of entries that fit none."""
+    leaves = settings.zero_optimization.leaf_module
+    if group.rank == 0 and settings.zero_optimization.stage == 3:
+        for sentence in _leaves_not_found(model, leaves):
+            get_logger().warning("%s", sentence)
+    mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
 
 
 class ModelFacts:

@@ -1,4 +1,4 @@
-"""A model before its units are built: split over tensor-parallel ranks, its experts spread.
+"""A model before its units are built: split over tensor-parallel ranks, its experts sharded.
 
 What ranks of one layer must have alike is compared while it trains.
 """
@@ -22,8 +22,8 @@ from launcher.config.schema import Config
 from launcher.optim.factory import OptimizerPlan, replace_parameters
 from launcher.optim.onebit.algorithms import ONE_BIT
 from launcher.optim.rules import COLLECTIVE
-from launcher.parallel.expert.share import spread_containers
-from launcher.parallel.expert.spread import spread_experts
+from launcher.parallel.expert.placement import sharded_containers
+from launcher.parallel.expert.shard import shard_experts
 from launcher.parallel.expert.whole import return_whole_state
 from launcher.parallel.tensor.split import split_model
 from launcher.sharding.mesh import MeshSizes
@@ -78,15 +78,17 @@ def check_optimizer(plan: OptimizerPlan | None, mesh: ParallelMesh) -> None:
             f"{plan.name} needs whole parameters, and tensor-parallel ranks have parts of them", hint=hint
         )
     if mesh.expert is not None:
-        raise EngineError(f"{plan.name} needs all ranks to have the same parameters, and experts are spread", hint=hint)
+        raise EngineError(
+            f"{plan.name} needs all ranks to have the same parameters, and experts are sharded", hint=hint
+        )
 
 
 def sizes_with_experts(sizes: MeshSizes, model: nn.Module) -> MeshSizes:
-    """Return the mesh of a config, with the ranks over which layers of `model` have spread their experts.
+    """Return the mesh of a config, with the ranks over which layers of `model` have sharded their experts.
 
-    Raises: ConfigError for sizes that do not fit, EngineError for layers that are spread over different numbers.
+    Raises: ConfigError for sizes that do not fit, EngineError for layers that are sharded over different numbers.
     """
-    found = {name: share.group.world_size for name, (_, share) in spread_containers(model).items()}
+    found = {name: placement.group.world_size for name, (_, placement) in sharded_containers(model).items()}
     names = {size: name for name, size in found.items()}
     if not names:
         return sizes
@@ -107,18 +109,18 @@ def spread_over_ranks(
     """Spread the experts of `model` over the expert axis; return what to say of it, and the parameters that stay.
 
     A client's optimizer loses the parameters that only other ranks have. Collective. Raises: EngineError for a model
-    whose experts cannot be spread.
+    whose experts cannot be sharded.
     """
     if mesh.expert is None:
         return [], model_parameters
     for name, param in model.named_parameters():
         if is_moe_param(param) and unit_params_of(param) is not None:
             raise EngineError(
-                "experts that were built within zero.Init cannot be spread over ranks",
+                "experts that were built within zero.Init cannot be sharded over ranks",
                 where=name,
                 hint="build the model outside of the block: initialize() shards it, too",
             )
-    report = spread_experts(model, mesh, settings.expert_parallel)
+    report = shard_experts(model, mesh, settings.expert_parallel)
     return_whole_state(model, mesh.expert)
     kept = replace_parameters(optimizer, model_parameters, lambda param: () if param in report.gone else (param,))
     return [report.text], kept

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
-from launcher.base.log import get_logger
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.config.equations import BatchPlan
@@ -18,11 +14,6 @@ from launcher.engine.casting import Casting
 from launcher.engine.data import DistributedLoader
 from launcher.engine.sequence import SequenceRanks
 from launcher.engine.sharded import ShardedModel
-from launcher.kernels.api import Kernel
-from launcher.kernels.check import SpanTypes, update_problem
-from launcher.optim.api import ParamShard
-from launcher.optim.factory import OptimizerPlan
-from launcher.optim.rules import RULES, states_of
 from launcher.optim.scaling import LossScaleRules
 from launcher.zero.placement import Disks, open_disk
 
@@ -91,50 +82,3 @@ def precision_notice(settings: Config) -> str | None:
     scale = settings.amp.loss_scale
     kind = "a dynamic loss scale" if scale == "dynamic" else f"loss scale {float(scale):g}"
     return f"amp: Apex is retired; {level} runs the forward under torch.autocast in fp16, with {kind}"
-
-
-# ---- Which kernels an engine trusts on its device ----
-
-
-def verified_kernel(
-    kernel: Kernel | None,
-    plan: OptimizerPlan,
-    shards: Sequence[ParamShard],
-    state_dtype: torch.dtype,
-    group: RankGroup,
-) -> Kernel | None:
-    """Return a kernel of the group's device if it takes the plan's steps as the reference does on every rank.
-
-    group: all ranks, of other stages and tensor parts too: what they have alike must be updated alike.
-    Else None: torch's own optimizer or the reference serves, which rank 0 says. Every rank must call it.
-    """
-    if plan.kind is None:
-        return kernel
-    problem = None if kernel is None else _problem(kernel, plan, shards, state_dtype, group.device)
-    num_wrong = sum(group.communicator.gather_scalars(float(kernel is None or problem is not None)))
-    if num_wrong and group.rank == 0 and kernel is not None:
-        why = problem or f"is missing or computes other steps than the reference on {num_wrong:.0f} other ranks"
-        get_logger().warning("the kernel %s %s: it is not used, torch updates the parameters", kernel.name, why)
-    return None if num_wrong else kernel
-
-
-def _problem(
-    kernel: Kernel, plan: OptimizerPlan, shards: Sequence[ParamShard], state_dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """Say what is wrong with the kernel for the types and the rules of this rank's shards on the device."""
-    assert plan.kind is not None
-    there = [shard for shard in shards if shard.owned and shard.master.device.type == device.type]
-    types = {
-        SpanTypes(shard.master.dtype, shard.grad.dtype, state_dtype, None if shard.param is None else shard.param.dtype)
-        for shard in there
-    }
-    rules = {type(rule): rule for rule in (RULES[plan.kind](group, 2) for group in plan.param_groups)}
-    try:
-        for rule in rules.values():
-            for each in types:
-                problem = update_problem(kernel, rule, len(states_of(rule)), each, device)
-                if problem is not None:
-                    return problem
-    except Exception as error:  # noqa: BLE001  # compiled at its first call; all ranks wait for what this one has found
-        return f"does not run here: {(str(error) or type(error).__name__).splitlines()[0]}"
-    return None

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
-from launcher.base.progress import EVALUATING, TRAINING, phase, tell
+from launcher.base.progress import EVALUATING, TRAINING, phase, update_progress
 from launcher.comm.torch_internals import tree_map_only
 from launcher.engine.backward import scaled_up
 from launcher.engine.deepspeed_engine import DeepSpeedEngine
@@ -181,7 +181,7 @@ class PipelineEngine(DeepSpeedEngine):
         """
         self._trained()
         self._begin()
-        tell(phase=TRAINING)
+        update_progress(phase=TRAINING)
         self._last_step.report()
         self.module.train()
         count = self.gradient_accumulation_steps()

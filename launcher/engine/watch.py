@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.log import get_logger
-from launcher.base.progress import tell
+from launcher.base.progress import update_progress
 from launcher.comm import observe
 from launcher.comm.observe import LogRules, start_log, stop_log
 from launcher.config.schema import Config
@@ -111,7 +111,7 @@ class Watch:
         shown = ""  # where the script has computed the loss from the outputs
         if facts.losses:  # of rank 0: the loss is its own
             loss = torch.stack([value.float() for value in facts.losses]).mean().item()
-            tell(loss=loss)
+            update_progress(loss=loss)
             shown = f"  loss {loss:.4f}{' of rank 0' if self._parts.mesh.sizes.data > 1 else ''}"
         rate = f"  {self.throughput.samples_per_s:.1f} samples/s" if self.throughput.samples_per_s else ""
         get_logger().info("step %d%s  lr %.3g  grad norm %.3g%s", facts.step, shown, facts.lr, norm(), rate)

@@ -24,7 +24,12 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.comm.torch_internals import num_load_hooks
 from launcher.engine import stages
 from launcher.engine.parts import EngineParts
-from launcher.parallel.expert.share import absent_names, counterparts, values_of_others, with_absent
+from launcher.parallel.expert.placement import (
+    counterparts,
+    remote_expert_names,
+    values_of_other_ranks,
+    with_remote_experts,
+)
 from launcher.parallel.expert.whole import own_state
 from launcher.parallel.tensor.functions import full_values
 from launcher.zero.gathered import GatheredParameters
@@ -110,7 +115,7 @@ def _collected(
     if not is_wanted:
         return {}
     prefix = options.get("prefix", "")
-    with _showing(copies), with_absent(model), own_state(model):
+    with _showing(copies), with_remote_experts(model), own_state(model):
         state: dict[str, Any] = model.state_dict(*arguments, **options)
         state |= {prefix + name: value for name, value in of_others.items() if prefix + name in state}
         for name, param in model.named_parameters(remove_duplicate=False) if left_out else ():
@@ -135,9 +140,9 @@ def _experts_of_others(model: nn.Module, left_out: Collection[nn.Parameter], *, 
         if param is not None and param in left_out:
             continue
         with GatheredParameters(param):
-            values = values_of_others(own.tensor, own.share)
+            values = values_of_other_ranks(own.tensor, own.placement)
         for rank, name in enumerate(own.names):
-            if is_wanted and rank != own.share.group.rank:
+            if is_wanted and rank != own.placement.group.rank:
                 found[name] = _host_copy(values[rank])
     return found
 
@@ -207,8 +212,8 @@ def _load(model: nn.Module, state: Mapping[str, Any], *, strict: bool) -> Any:
 
 def _own_parts(model: nn.Module, state: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return `state` with this rank's part of parameters that ranks have in parts, without experts of other ranks."""
-    absent = absent_names(model)
-    state = {name: value for name, value in state.items() if name not in absent} if absent else state
+    remote = remote_expert_names(model)
+    state = {name: value for name, value in state.items() if name not in remote} if remote else state
     own = {}
     for name, param in model.named_parameters(remove_duplicate=False):
         split, value = split_of(param), state.get(name)

@@ -19,8 +19,8 @@ from launcher.agent.wire import Lease, Sweep
 from launcher.base.errors import Diagnostic, LauncherError, ProtocolError, TransportError
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
-from launcher.fleet.agent import Agent
-from launcher.fleet.member import MAX_PARALLEL, NEVER_CONNECTED, Event, HostEnded, Member, Turns
+from launcher.fleet.agent_link import AgentLink
+from launcher.fleet.host_link import MAX_PARALLEL, NEVER_CONNECTED, ConnectSlots, Event, HostEnded, HostLink
 from launcher.fleet.signals import wall_s
 from launcher.transport.api import Transport
 
@@ -39,8 +39,8 @@ _SUSPEND_WAIT_S = 2.0  # for agents to say that they know
 class Liveness:
     """Watches the hosts of one fleet. For the main thread."""
 
-    def __init__(self, members: Sequence[Member], lease_s: float) -> None:
-        self._members = members
+    def __init__(self, links: Sequence[HostLink], lease_s: float) -> None:
+        self._links = links
         self._lease_s = lease_s
         self._looked_s = wall_s()
         self._away_s = 0.0
@@ -66,10 +66,10 @@ class Liveness:
             self._away_s, self._away_until_s = away_s, time.monotonic() + self._lease_s
         return True
 
-    def silence_s(self, member: Member, now_s: float) -> float | None:
+    def silence_s(self, link: HostLink, now_s: float) -> float | None:
         """Return for how long a host has been silent if that is longer than the lease, else None. now_s: monotonic."""
-        silence_s = now_s - member.last_heard_s
-        return silence_s if member.has_lease and member.has_answered and silence_s > self._lease_s else None
+        silence_s = now_s - link.last_heard_s
+        return silence_s if link.has_lease and link.has_answered and silence_s > self._lease_s else None
 
     def suspended(
         self, stop: Callable[[], float], is_ready: Callable[[], bool], handle_event: Callable[[], None]
@@ -79,7 +79,9 @@ class Liveness:
         stop: stops the process until it is to continue. is_ready: nothing else has to be done before. handle_event:
         waits a moment for an event and handles it.
         """
-        leased = [agent for agent in self._members if isinstance(agent, Agent) and agent.has_lease and not agent.ended]
+        leased = [
+            agent for agent in self._links if isinstance(agent, AgentLink) and agent.has_lease and not agent.ended
+        ]
         asked_s = time.monotonic()
         for agent in leased:
             agent.send(Lease(_SUSPENDED_LEASE_S))
@@ -95,26 +97,26 @@ class Liveness:
         return away_s
 
     def _forget_silence(self) -> None:
-        for member in self._members:
-            member.last_heard_s = time.monotonic()
+        for link in self._links:
+            link.last_heard_s = time.monotonic()
 
 
 # ---- Many hosts at once ----
 
 
-M = TypeVar("M", bound=Member)
+L = TypeVar("L", bound=HostLink)
 
 _EXPLAIN_AFTER_S = 2.0  # a wait longer than this is explained to the user
 _MAX_NAMES_CHARS = 80
 _POLL_S = 0.1
 
 
-class Fleet(Generic[M]):
+class Fleet(Generic[L]):
     """The hosts of one run. Use once; all methods but `wake` are for one thread."""
 
     def __init__(
         self,
-        members: Sequence[M],
+        links: Sequence[L],
         transport_for: Callable[[Host], Transport],
         *,
         lease_s: float = math.inf,
@@ -128,43 +130,41 @@ class Fleet(Generic[M]):
         end after the grace of a stop. on_waiting: called after 2 s of a wait, once, with what is waited for.
         is_interrupted: called a few times a second in each `wait`; what it raises ends the wait at once.
         """
-        self.members = list(members)
-        self.liveness = Liveness(self.members, lease_s)
+        self.links = list(links)
+        self.liveness = Liveness(self.links, lease_s)
         self._transport_for = transport_for
         self._goodbye_s = goodbye_s
         self._on_waiting = on_waiting
         self._is_interrupted = is_interrupted
         # SimpleQueue.put may be called from a signal handler, which queue.Queue forbids.
-        self._events: queue.SimpleQueue[tuple[M, Event] | None] = queue.SimpleQueue()
-        self._turns = Turns(1)
+        self._events: queue.SimpleQueue[tuple[L, Event] | None] = queue.SimpleQueue()
+        self._slots = ConnectSlots(1)
         self._grace_s = math.inf  # of the last stop
         self._stopped_s = self._kill_at_s = math.inf  # monotonic, of the first stop, and when its grace ends
         self._give_up_at_s = math.inf  # monotonic
         self._explain_at_s = math.inf
-        self._findings: dict[M, Sequence[Diagnostic]] = {}  # why hosts ended while they were waited for
+        self._findings: dict[L, Sequence[Diagnostic]] = {}  # why hosts ended while they were waited for
 
     @property
-    def running(self) -> list[M]:
+    def running(self) -> list[L]:
         """The hosts that have not ended."""
-        return [member for member in self.members if not member.ended]
+        return [link for link in self.links if not link.ended]
 
     @property
     def is_over(self) -> bool:
         """Whether all hosts have ended."""
-        return all(member.ended for member in self.members)
+        return all(link.ended for link in self.links)
 
     # ---- start ----
 
     def start(self) -> None:
         """Begin to connect to all hosts, each on a thread of its own. Raises: UsageError."""
-        self._turns = Turns(MAX_PARALLEL)
+        self._slots = ConnectSlots(MAX_PARALLEL)
         self._explain_at_s = time.monotonic() + _EXPLAIN_AFTER_S
-        for member in self.members:
-            work = (self._transport_for, self._turns, functools.partial(self._put, member))
+        for link in self.links:
+            work = (self._transport_for, self._slots, functools.partial(self._put, link))
             in_context = contextvars.copy_context().run
-            threading.Thread(
-                target=in_context, args=(member.serve, *work), name=f"host-{member.name}", daemon=True
-            ).start()
+            threading.Thread(target=in_context, args=(link.serve, *work), name=f"host-{link.name}", daemon=True).start()
 
     def connect(self) -> None:
         """Connect to all hosts, and wait until all channels are open; when this raises, none stays open.
@@ -173,99 +173,99 @@ class Fleet(Generic[M]):
         """
         try:
             self.start()
-            self.wait(lambda member: member.channel is not None)
+            self.wait(lambda link: link.channel is not None)
         except BaseException:  # no host may keep an agent without a launcher
             self.close()
             raise
 
     def wait(
         self,
-        is_ready: Callable[[M], bool],
+        is_ready: Callable[[L], bool],
         what: str = "",
-        members: Sequence[M] | None = None,
+        links: Sequence[L] | None = None,
         limit_s: float = math.inf,
     ) -> None:
-        """Wait until `is_ready` holds for all `members` (None: all hosts). It is asked after each event of a host.
+        """Wait until `is_ready` holds for all `links` (None: all hosts). It is asked after each event of a host.
 
         what: is waited for, beside the hosts. limit_s: for how long at most.
         Raises: TransportError with one finding for each host that has ended, unless all of them were ready before: then
         the next `wait` raises it, so that hosts which end for the same reason are named together. What
         `is_interrupted` raises.
         """
-        wanted = dict.fromkeys(members or self.members)
-        missing = dict.fromkeys(member for member in wanted if not (member.ended or is_ready(member)))
+        wanted = dict.fromkeys(links or self.links)
+        missing = dict.fromkeys(link for link in wanted if not (link.ended or is_ready(link)))
         start_s = time.monotonic()
         self._explain_at_s = start_s + _EXPLAIN_AFTER_S
         while missing:
             found = self.get(_POLL_S)
             if found is not None:
-                member, event = found
+                link, event = found
                 if isinstance(event, HostEnded):
-                    self._findings[member] = _diagnostics(member, event.error)
-                if member.ended or is_ready(member):
-                    missing.pop(member, None)
+                    self._findings[link] = _diagnostics(link, event.error)
+                if link.ended or is_ready(link):
+                    missing.pop(link, None)
             self._is_interrupted()
             if missing and time.monotonic() - start_s > limit_s:
-                names = ", ".join(member.name for member in missing)
+                names = ", ".join(link.name for link in missing)
                 raise TransportError(f"no answer after {limit_s:g} s while waiting for {what}", where=names)
             self.explain_wait(missing, what)
-        if any(member not in wanted or not is_ready(member) for member in self._findings):
-            ended = [member for member in self.members if member in self._findings]
-            raise TransportError.from_diagnostics([one for member in ended for one in self._findings[member]])
+        if any(link not in wanted or not is_ready(link) for link in self._findings):
+            ended = [link for link in self.links if link in self._findings]
+            raise TransportError.from_diagnostics([one for link in ended for one in self._findings[link]])
 
-    def explain_wait(self, members: Iterable[M], what: str = "") -> None:
+    def explain_wait(self, links: Iterable[L], what: str = "") -> None:
         """Say which hosts are waited for, once, when it takes long: `node-[3-5] (ssh), 3 of 16`."""
-        waiting = list(members) if time.monotonic() > self._explain_at_s else []
+        waiting = list(links) if time.monotonic() > self._explain_at_s else []
         if waiting:
             from launcher.cluster.nodeset import fold  # a job that need not wait does without
 
             self._explain_at_s = math.inf
-            names = fold([member.name for member in waiting])
+            names = fold([link.name for link in waiting])
             names = names if len(names) <= _MAX_NAMES_CHARS else names[:_MAX_NAMES_CHARS] + "…"
             transport = f" ({waiting[0].transport})" if waiting[0].channel is None and waiting[0].transport else ""
-            where = f"{names}{transport}, {len(waiting)} of {len(self.members)}"
+            where = f"{names}{transport}, {len(waiting)} of {len(self.links)}"
             self._on_waiting(f"{what}: {where}" if what else where)
 
     # ---- events ----
 
-    def get(self, timeout_s: float) -> tuple[M, Event] | None:
+    def get(self, timeout_s: float) -> tuple[L, Event] | None:
         """Return the next event of a host, None after `timeout_s` or a wake-up.
 
         A channel whose host has ended in another way than it should is closed: an agent that talks nonsense may live.
         """
-        self._turns.free_slow()
+        self._slots.free_slow()
         try:
             found = self._events.get(timeout=timeout_s)
         except queue.Empty:
             return None
         if found is None:
             return None
-        member, event = found
-        member.slots.release()
-        if member.ended:
+        link, event = found
+        link.unhandled.release()
+        if link.ended:
             return None
         if isinstance(event, HostEnded):
             if event.error is not None and not isinstance(event.error, (LauncherError, OSError)):
                 raise event.error
-            self._drop(member, keeps_channel=member.exited_cleanly)
-        return member, event
+            self._drop(link, keeps_channel=link.exited_cleanly)
+        return link, event
 
     def wake(self) -> None:
         """Let a waiting `get` return None. Safe in a signal handler."""
         self._events.put(None)
 
-    def lost(self, now_s: float) -> list[tuple[M, TransportError]]:
+    def lost(self, now_s: float) -> list[tuple[L, TransportError]]:
         """Return, once, the hosts that are silent for too long, and why; their channels are closed."""
-        found: list[tuple[M, TransportError]] = []
-        for member in self.running:
-            silence_s = self.liveness.silence_s(member, now_s)
-            is_mute = member.channel is not None and not member.has_answered
+        found: list[tuple[L, TransportError]] = []
+        for link in self.running:
+            silence_s = self.liveness.silence_s(link, now_s)
+            is_mute = link.channel is not None and not link.has_answered
             if silence_s is not None:
-                found.append((member, TransportError(f"no heartbeat for {silence_s:.0f} s")))
-            elif is_mute and now_s - member.opened_s > timeouts().answer_s:
-                found.append((member, TransportError(f"no answer within {timeouts().answer_s:g} s")))
-        for member, _ in found:
-            self._drop(member)
+                found.append((link, TransportError(f"no heartbeat for {silence_s:.0f} s")))
+            elif is_mute and now_s - link.opened_s > timeouts().answer_s:
+                found.append((link, TransportError(f"no answer within {timeouts().answer_s:g} s")))
+        for link, _ in found:
+            self._drop(link)
         return found
 
     # ---- stop ----
@@ -281,14 +281,14 @@ class Fleet(Generic[M]):
         self._stopped_s = min(self._stopped_s, now_s)
         self._kill_at_s = min(self._kill_at_s, now_s + grace_s)
         self._give_up_at_s = min(self._give_up_at_s, now_s + grace_s + self._goodbye_s)
-        for member in self.running:
-            if member.cancel() is None:
-                self._put(member, HostEnded(TransportError(NEVER_CONNECTED)))
+        for link in self.running:
+            if link.cancel() is None:
+                self._put(link, HostEnded(TransportError(NEVER_CONNECTED)))
             else:
-                member.stop(grace_s)
+                link.stop(grace_s)
         return True
 
-    def overdue(self, now_s: float) -> list[M]:
+    def overdue(self, now_s: float) -> list[L]:
         """Return, once, the hosts that have not ended in time after `stop`. Closed channels end their agents' lease.
 
         An agent on this machine that does not answer at all, as it was suspended, gets no longer than the ranks.
@@ -296,48 +296,48 @@ class Fleet(Generic[M]):
         is_late, is_due = now_s > self._give_up_at_s, now_s > self._kill_at_s + timeouts().local_answer_s
         if not (is_late or is_due):
             return []
-        late = [member for member in self.running if is_late or member.is_mute_since(self._stopped_s)]
-        for member in late:
-            self._drop(member)
+        late = [link for link in self.running if is_late or link.is_mute_since(self._stopped_s)]
+        for link in late:
+            self._drop(link)
         return late
 
-    def close(self, wait_s: float = 0.0, is_to_leave: Callable[[], bool] = lambda: False) -> None:
+    def close(self, wait_s: float = 0.0, is_cancelled: Callable[[], bool] = lambda: False) -> None:
         """Release every channel: also when something failed half-way, nothing may stay behind.
 
         wait_s: for agents to end by themselves, all together; those that have no ranks need not be waited for.
-        is_to_leave: the user does not want to wait.
+        is_cancelled: the user does not want to wait.
         """
-        for member in self.members:
-            member.hang_up()
+        for link in self.links:
+            link.hang_up()
         deadline_s = time.monotonic() + wait_s
-        for member in self.members:
-            channel = member.cancel()
+        for link in self.links:
+            channel = link.cancel()
             if channel is None:
                 continue
             asked_s = time.monotonic()
-            while not member.ended and asked_s < deadline_s and channel.wait(_POLL_S) is None:
+            while not link.ended and asked_s < deadline_s and channel.wait(_POLL_S) is None:
                 before_s, asked_s = asked_s, time.monotonic()
-                if is_to_leave() or asked_s - before_s < _POLL_S / 2:  # it has ended, and nothing says how
+                if is_cancelled() or asked_s - before_s < _POLL_S / 2:  # it has ended, and nothing says how
                     break
             channel.close()
 
-    def _put(self, member: M, event: Event) -> None:
-        member.slots.acquire()
-        self._events.put((member, event))
+    def _put(self, link: L, event: Event) -> None:
+        link.unhandled.acquire()
+        self._events.put((link, event))
 
-    def _drop(self, member: M, *, keeps_channel: bool = False) -> None:
-        member.ended = True
-        if member.channel is not None and not keeps_channel:
-            member.channel.close()
+    def _drop(self, link: L, *, keeps_channel: bool = False) -> None:
+        link.ended = True
+        if link.channel is not None and not keeps_channel:
+            link.channel.close()
 
 
-def _diagnostics(member: Member, error: Exception | None) -> Sequence[Diagnostic]:
+def _diagnostics(link: HostLink, error: Exception | None) -> Sequence[Diagnostic]:
     """Return why a host ended before it was ready. Raises: an error that is not about hosts."""
     if not isinstance(error, LauncherError):
-        return [Diagnostic(str(error or "the agent ended"), member.name)]
+        return [Diagnostic(str(error or "the agent ended"), link.name)]
     if not isinstance(error, (TransportError, ProtocolError)):
         raise error
-    return [Diagnostic(one.message, one.where or member.name, one.hint, one.shared) for one in error.diagnostics]
+    return [Diagnostic(one.message, one.where or link.name, one.hint, one.shared) for one in error.diagnostics]
 
 
 # ---- Lost hosts ----
@@ -348,22 +348,22 @@ def sweep_lost_hosts(
     transport_for: Callable[[Host], Transport],
     job_id: str,
     on_waiting: Callable[[str], object] = lambda _: None,
-    is_to_leave: Callable[[], bool] = lambda: False,
+    is_cancelled: Callable[[], bool] = lambda: False,
 ) -> tuple[str, ...]:
     """Start a new agent on each host to kill what carries the job's id. Returns the hosts that could not confirm it.
 
     The ranks died with their agent (PDEATHSIG), or end with its lease; this finds what they had started. All hosts are
-    asked at the same time. on_waiting: called once, after 2 s. is_to_leave: the user does not want to wait.
+    asked at the same time. on_waiting: called once, after 2 s. is_cancelled: the user does not want to wait.
     """
     if not hosts:
         return ()
-    agents = [Agent(host) for host in hosts]
+    agents = [AgentLink(host) for host in hosts]
     for agent in agents:
         agent.send(Sweep(job_id))
     fleet = Fleet(agents, transport_for, on_waiting=on_waiting)
     fleet.start()
     give_up_at_s = time.monotonic() + timeouts().sweep_s
-    while not fleet.is_over and not is_to_leave() and time.monotonic() < give_up_at_s:
+    while not fleet.is_over and not is_cancelled() and time.monotonic() < give_up_at_s:
         fleet.get(_POLL_S)
         fleet.explain_wait(fleet.running, "lost hosts to confirm that nothing is left there (Ctrl-C: do not wait)")
     fleet.close()

@@ -60,7 +60,7 @@ class SignalQueue:
         kept, self._kept = self._kept, []
         return [*kept, *new]
 
-    def asks_to_leave(self) -> bool:
+    def take_cancel(self) -> bool:
         """Whether a stop signal came since signals were last taken; for waits that only wait. Obeys Ctrl-Z.
 
         What else has come is kept for `take`: a notice may be the only one, however long the wait is.

@@ -20,7 +20,7 @@ from launcher.base.timeouts import timeouts
 from launcher.base.units import counted, format_bytes, format_duration
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.nodeset import fold
-from launcher.fleet.reach import Reach
+from launcher.fleet.transports import Transports
 from launcher.hosts.fanout import Fanout
 from launcher.hosts.session import HostResult, Task
 from launcher.plan.plan import new_job_id
@@ -215,11 +215,11 @@ class Checker:
     def __init__(
         self,
         cluster: Cluster,
-        reach: Reach,
+        transports: Transports,
         on_waiting: Callable[[str], None] = lambda _: None,
     ) -> None:
         """on_waiting: called at most once in each round, with what is waited for."""
-        self._reach = reach
+        self._transports = transports
         self._on_waiting = on_waiting
         self._report = CheckReport([HostCheck(host) for host in cluster.hosts])
         self._token = secrets.token_hex(16)
@@ -319,7 +319,7 @@ class Checker:
     def _address(self, check: HostCheck, has_others: bool) -> str:
         if check.transport != "local":
             with contextlib.suppress(LauncherError):
-                return self._reach.address_of(check.host)
+                return self._transports.address_of(check.host)
             return check.host.name
         if check.host.name == "localhost" and has_others:
             check.findings.append(
@@ -331,8 +331,8 @@ class Checker:
     def _run(
         self, tasks: Sequence[Task], is_enough: Callable[[HostResult], bool] = lambda _: False
     ) -> list[HostResult]:
-        self._reach.prepare([task.host for task in tasks])
-        run = Fanout(tasks, self._reach.for_host, new_job_id(), self._on_waiting)
+        self._transports.prepare([task.host for task in tasks])
+        run = Fanout(tasks, self._transports.for_host, new_job_id(), self._on_waiting)
         results = run.run(timeouts().check_round_s, is_enough)
         self._report.interrupted_by = self._report.interrupted_by or run.interrupted_by
         return results

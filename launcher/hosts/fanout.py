@@ -17,9 +17,9 @@ from launcher.base.errors import Diagnostic
 from launcher.base.exit_codes import shell_code
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
-from launcher.fleet.agent import Agent
+from launcher.fleet.agent_link import AgentLink
 from launcher.fleet.fleet import Fleet, sweep_lost_hosts
-from launcher.fleet.member import Event, HostEnded
+from launcher.fleet.host_link import Event, HostEnded
 from launcher.fleet.signals import SignalQueue
 from launcher.hosts.session import GRACE_S, Held, HostResult, HostRun, Task
 from launcher.hosts.shell_session import ShellSession
@@ -31,7 +31,7 @@ from launcher.transport.api import Transport
 # `launch check` and `launch exec --supervise` run programs so.
 
 
-class AgentSession(Agent):
+class AgentSession(AgentLink):
     """One host with an agent whose only rank is the program."""
 
     def __init__(self, run: HostRun) -> None:
@@ -146,9 +146,9 @@ class Fanout:
                 self._wait(timeout_s, is_enough)
             finally:
                 fleet.close()
-        lost = [session.host for session in fleet.members if isinstance(session, AgentSession) and session.is_lost]
+        lost = [session.host for session in fleet.links if isinstance(session, AgentSession) and session.is_lost]
         self.unconfirmed_hosts = sweep_lost_hosts(lost, self._transport_for, self._job_id)
-        return [session.run.result for session in fleet.members]
+        return [session.run.result for session in fleet.links]
 
     def _wait(self, timeout_s: float | None, is_enough: Callable[[HostResult], bool]) -> None:
         fleet, start_s = self._fleet, time.monotonic()

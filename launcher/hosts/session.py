@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from launcher.base import env
 from launcher.base.errors import Diagnostic, LauncherError
 from launcher.cluster.cluster import Host
-from launcher.fleet.member import Member
+from launcher.fleet.host_link import HostLink
 
 MAX_OUTPUT_BYTES = 64 << 20  # of one host; what follows is dropped, and the result says so
 MAX_HELD_BYTES = 512 << 20  # of all hosts together, as long as it was not shown
@@ -102,8 +102,8 @@ class HostRun:
             found = error.diagnostics[0] if isinstance(error, LauncherError) else Diagnostic(str(error))
             self.result.error = Diagnostic(found.message, self.result.host.name, found.hint, found.shared)
 
-    def conclude(self, member: Member) -> None:
+    def conclude(self, link: HostLink) -> None:
         """Complete the result of a host that has ended."""
-        self.result.transport = member.transport
-        if member.channel is not None:
-            self.result.connect_s = member.opened_s - member.start_s
+        self.result.transport = link.transport
+        if link.channel is not None:
+            self.result.connect_s = link.opened_s - link.start_s

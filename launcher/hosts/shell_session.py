@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 
 from launcher.base.errors import Diagnostic, TransportError
-from launcher.fleet.member import READ_BYTES, Emit, Member
+from launcher.fleet.host_link import READ_BYTES, Emit, HostLink
 from launcher.hosts.session import FOLDER_HINT, GRACE_S, HostRun
 from launcher.plan.variables import forwarded
 from launcher.transport.api import Channel
@@ -172,7 +172,7 @@ _STDERR_WAIT_S = 5.0  # for the mark on stderr, which the shell writes together 
 _KILLED = 128 + 9
 
 
-class ShellSession(Member):
+class ShellSession(HostLink):
     """One host whose channel leads to `/bin/sh`; the task's command is a program and its arguments."""
 
     def __init__(self, run: HostRun) -> None:

@@ -31,14 +31,14 @@ from launcher.agent.wire import (
 from launcher.base.errors import Diagnostic, LauncherError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.fields import named
-from launcher.base.progress import Told
+from launcher.base.progress import RankProgress
 from launcher.base.signals import NOTICE_SIGNAL
 from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
 from launcher.cluster.cluster import Host
-from launcher.fleet.agent import HEARTBEAT_INTERVAL_S
+from launcher.fleet.agent_link import HEARTBEAT_INTERVAL_S
 from launcher.fleet.fleet import Fleet, sweep_lost_hosts
-from launcher.fleet.member import Event, HostEnded
+from launcher.fleet.host_link import Event, HostEnded
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
 from launcher.job.events import RunReport
@@ -68,7 +68,7 @@ class Controller:
         self._transport_for = transport_for
         self._watcher = watcher
         self._signals = signals
-        self._files = RunFolder(plan, watcher, signals.asks_to_leave)
+        self._files = RunFolder(plan, watcher, signals.take_cancel)
         self._fleet = Fleet(
             [Node(placement, plan, self._files, watcher) for placement in plan.placement.nodes],
             transport_for,
@@ -77,7 +77,7 @@ class Controller:
             on_waiting=watcher.waiting,
             is_interrupted=self._end_if_interrupted,
         )
-        self._nodes = self._fleet.members
+        self._nodes = self._fleet.links
         self._ranks: list[Rank] = []  # filled when they are started
         self._start_s = time.monotonic()
         self._look_at_s = 0.0
@@ -207,8 +207,8 @@ class Controller:
             if self._hang_watch is not None:
                 self._hang_watch.beat(node.ranks[event.rank], event.count, time.monotonic())
             node.ranks[event.rank].phase = event.phase
-            told = Told(event.count, event.step, event.loss, event.phase, event.total_steps)
-            self._watcher.progress(event.rank, told)
+            progress = RankProgress(event.count, event.step, event.loss, event.phase, event.total_steps)
+            self._watcher.progress(event.rank, progress)
         elif isinstance(event, Stacks):
             node.ranks[event.rank].stack = event.text
         elif isinstance(event, Started):
@@ -389,14 +389,14 @@ class Controller:
             self._fleet.close()
             return
         # Agents leave earlier by themselves: they end their ranks once nothing more can come.
-        self._fleet.close(self._plan.grace_s + timeouts().goodbye_s, self._signals.asks_to_leave)
+        self._fleet.close(self._plan.grace_s + timeouts().goodbye_s, self._signals.take_cancel)
         self._sweep()
 
     def _sweep(self) -> tuple[list[Host], tuple[str, ...]]:
         """Return the hosts that have not said that nothing is left, and those that could not confirm it since."""
         lost = [node.host for node in self._nodes if not node.exited_cleanly]
         return lost, sweep_lost_hosts(
-            lost, self._transport_for, self._plan.job_id, self._watcher.waiting, self._signals.asks_to_leave
+            lost, self._transport_for, self._plan.job_id, self._watcher.waiting, self._signals.take_cancel
         )
 
     def _finish(self) -> RunReport:

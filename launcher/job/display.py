@@ -5,10 +5,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-from launcher.base.progress import Told
+from launcher.base.progress import RankProgress
 from launcher.fleet.signals import SignalQueue
 from launcher.job.events import Watcher
-from launcher.job.lane import Lane
+from launcher.job.worker_thread import WorkerThread
 
 _MAX_HELD_BYTES = 256 << 20  # of earlier runs, when a job starts again
 
@@ -22,26 +22,26 @@ class Display(Watcher):
         self._signals, self._on_waiting = signals, on_waiting
         self._lock = threading.Lock()
         self._held_bytes = 0  # of output that is not shown yet
-        self._lane = Lane("display", tick=watcher.idle)
+        self._thread = WorkerThread("display", tick=watcher.idle)
 
     @property
     def stalled_s(self) -> float:
         """How long what is being shown now has taken."""
-        return self._lane.stalled_s
+        return self._thread.stalled_s
 
     def put(self, call: Callable[..., object], *args: object) -> None:
         """Have something else done in its turn."""
-        self._lane.put(call, *args)
+        self._thread.put(call, *args)
 
     def check(self) -> None:
         """Raise what the watcher has raised."""
-        self._lane.check()
+        self._thread.check()
 
     def drain(self) -> None:
         """Wait until everything is shown."""
         done = threading.Event()
         self.put(done.set)
-        self._lane.wait(done, self._signals.asks_to_leave, self._on_waiting)
+        self._thread.wait(done, self._signals.take_cancel, self._on_waiting)
 
     def wait_for_room(self) -> None:
         """Wait when very much is not shown yet: the windows of agents bound what one run adds."""
@@ -51,16 +51,16 @@ class Display(Watcher):
     def close(self) -> None:
         """Show everything, and end the thread."""
         self.drain()
-        self._lane.close()
+        self._thread.close()
 
     def output(self, rank: int, stream: str, data: bytes) -> None:
         with self._lock:
             self._held_bytes += len(data)
         self.put(self._show, rank, stream, data)
 
-    def progress(self, rank: int, told: Told) -> None:
+    def progress(self, rank: int, progress: RankProgress) -> None:
         # Prints nothing, and must not pile up while nothing can be printed.
-        self._watcher.progress(rank, told)
+        self._watcher.progress(rank, progress)
 
     def _show(self, rank: int, stream: str, data: bytes) -> None:
         self._watcher.output(rank, stream, data)

@@ -15,7 +15,7 @@ from launcher.base.exit_codes import ExitCode
 from launcher.base.private_files import write_private
 
 if TYPE_CHECKING:
-    from launcher.base.progress import Told
+    from launcher.base.progress import RankProgress
     from launcher.plan.plan import JobPlan
 
 
@@ -114,7 +114,7 @@ class Watcher:
     def started(self, rank: int) -> None:
         """A rank's process exists."""
 
-    def progress(self, rank: int, told: Told) -> None:
+    def progress(self, rank: int, progress: RankProgress) -> None:
         """A rank has made heartbeats, or something else of what it tells has changed.
 
         Comes from another thread than the other events, and prints nothing.

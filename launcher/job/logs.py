@@ -1,6 +1,6 @@
 """The complete output of every rank, one file each, and its last lines for the report.
 
-Files are written on a lane of their own: a disk that stalls holds up the ranks in the end, and nothing else.
+Files are written on a thread of their own: a disk that stalls holds up the ranks in the end, and nothing else.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from launcher.base.private_files import append_to, create_private, make_private_
 from launcher.base.processes import allow_files, num_open
 from launcher.base.timeouts import timeouts
 from launcher.job.events import RunReport, Watcher
-from launcher.job.lane import Lane
+from launcher.job.worker_thread import WorkerThread
 from launcher.plan.plan import JobPlan
 
 _T = TypeVar("_T")
@@ -112,18 +112,18 @@ def open_logs(plan: JobPlan) -> dict[int, RankLog]:
 class RunFolder:
     """The files of one run, written on a thread of their own; every wait for them can be ended by the user."""
 
-    def __init__(self, plan: JobPlan, watcher: Watcher, is_to_leave: Callable[[], bool]) -> None:
-        """is_to_leave: says whether the user does not want to wait; asked while waiting."""
+    def __init__(self, plan: JobPlan, watcher: Watcher, is_cancelled: Callable[[], bool]) -> None:
+        """is_cancelled: says whether the user does not want to wait; asked while waiting."""
         self._logs: dict[int, RankLog] = {}
-        self._plan, self._watcher, self._is_to_leave = plan, watcher, is_to_leave
-        self._lane = Lane("logs")
+        self._plan, self._watcher, self._is_cancelled = plan, watcher, is_cancelled
+        self._thread = WorkerThread("logs")
         self._warn_at_s = 0.0
         self._is_given_up = False
 
     @property
     def stalled_s(self) -> float:
         """How long the write under way has taken."""
-        return self._lane.stalled_s
+        return self._thread.stalled_s
 
     def open(self) -> dict[int, RankLog]:
         """Make the folder and an empty log of each rank. Raises: LauncherError."""
@@ -132,11 +132,11 @@ class RunFolder:
 
     def write(self, log: RankLog, data: bytes, then: Callable[[], object] = lambda: None) -> None:
         """Append to a rank's log, later, and call `then`."""
-        self._lane.put(self._write, log, data, then)
+        self._thread.put(self._write, log, data, then)
 
     def put(self, call: Callable[[], object]) -> None:
         """Have another file of the run written in its turn."""
-        self._lane.put(call)
+        self._thread.put(call)
 
     def put_file(self, path: Path, data: bytes) -> None:
         """Have a file beside the logs written, later. What keeps it from that is a warning."""
@@ -151,7 +151,7 @@ class RunFolder:
 
     def make(self, call: Callable[[], _T]) -> _T:
         """Have another file of the run written, and wait until it is. Raises: LauncherError, and what `call` raises."""
-        answer = self._lane.request(call)
+        answer = self._thread.request(call)
         if not self._wait(answer.done):
             raise LauncherError(
                 "the disk does not answer",
@@ -172,7 +172,7 @@ class RunFolder:
 
     def look(self, now_s: float) -> None:
         """Warn the user of a disk that stalls, once."""
-        if self._lane.stalled_s > _WARN_AFTER_S and now_s > self._warn_at_s:
+        if self._thread.stalled_s > _WARN_AFTER_S and now_s > self._warn_at_s:
             self._warn_at_s = math.inf
             self._watcher.warning(
                 f"{self._plan.run_folder}: its disk has taken no output for {_WARN_AFTER_S:.0f} s;"
@@ -181,19 +181,21 @@ class RunFolder:
 
     def close(self) -> None:
         """Write what is left and close the files; a disk that stalls, and a user who leaves, end the wait."""
-        if not self._wait(self._lane.request(self._close).done):
+        if not self._wait(self._thread.request(self._close).done):
             self._watcher.warning(f"{self._plan.run_folder}: its disk does not answer; the logs are incomplete")
-        self._lane.check()
+        self._thread.check()
 
     def release(self) -> None:
         """Close the files, later, and end the thread. Does not wait."""
-        self._lane.put(self._close)
-        self._lane.close()
+        self._thread.put(self._close)
+        self._thread.close()
 
     def _wait(self, done: threading.Event) -> bool:
         """Wait for the disk; it is given up once."""
         if not self._is_given_up:
-            self._is_given_up = not self._lane.wait(done, self._is_to_leave, self._say_waiting, timeouts().disk_stall_s)
+            self._is_given_up = not self._thread.wait(
+                done, self._is_cancelled, self._say_waiting, timeouts().disk_stall_s
+            )
         return not self._is_given_up
 
     def _say_waiting(self) -> None:

@@ -11,7 +11,7 @@ from launcher.base.errors import ProtocolError
 from launcher.base.processes import original_limit
 from launcher.base.progress import STARTING
 from launcher.cluster.cluster import NodePlacement
-from launcher.fleet.agent import Agent
+from launcher.fleet.agent_link import AgentLink
 from launcher.job.display import Display
 from launcher.job.logs import RankLog, RunFolder
 from launcher.plan.plan import JobPlan, Settings
@@ -52,7 +52,7 @@ _LOGS, _DISPLAY = _WAYS = 0, 1  # of output
 _MAX_NAMED = 5  # processes that a warning lists
 
 
-class Node(Agent):
+class Node(AgentLink):
     """One host of a run."""
 
     def __init__(self, placement: NodePlacement, plan: JobPlan, files: RunFolder, display: Display) -> None:

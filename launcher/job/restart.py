@@ -59,8 +59,8 @@ def run_job(job: Job, first: JobPlan, display: Display, signals: SignalQueue) ->
 
     def run(plan: JobPlan) -> RunReport:
         display.wait_for_room()
-        job.reach.prepare([node.host for node in plan.placement.nodes])
-        return Controller(plan, job.reach.for_host, display, signals).run(lambda: job.mesh_of(plan))
+        job.transports.prepare([node.host for node in plan.placement.nodes])
+        return Controller(plan, job.transports.for_host, display, signals).run(lambda: job.mesh_of(plan))
 
     max_restarts, is_in_slurm = job.request.max_restarts, job.here.in_allocation
     policy = RestartPolicy(
@@ -134,7 +134,7 @@ def run_with_restarts(
 
 def _saved(first: JobPlan, reports: Sequence[RunReport], watcher: Watcher, signals: SignalQueue) -> RunReport:
     """Write the report of the whole job, and return the last try's. A disk that stalls is waited for, not forever."""
-    folder = RunFolder(first, watcher, signals.asks_to_leave)
+    folder = RunFolder(first, watcher, signals.take_cancel)
     folder.save(reports[-1], reports[:-1])
     folder.release()
     return reports[-1]

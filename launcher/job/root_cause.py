@@ -19,7 +19,7 @@ from typing import Any
 from launcher.agent.wire import Exited, Raised, SpawnFailed
 from launcher.base.exit_codes import ExitCode, shell_code
 from launcher.base.signals import term_is_notice
-from launcher.fleet.agent import Agent
+from launcher.fleet.agent_link import AgentLink
 from launcher.job.events import Failure, FailureKind, describe_status, signal_name
 from launcher.job.node import Node, Rank
 
@@ -54,7 +54,7 @@ class Moment:
     """A time by the clock of a host, or by our monotonic one."""
 
     time_s: float
-    host: Agent | None = None
+    host: AgentLink | None = None
 
     @property
     def ours_s(self) -> float:

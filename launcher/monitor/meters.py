@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from launcher.base import env
-from launcher.base.progress import tell
+from launcher.base.progress import update_progress
 from launcher.comm.device import device_module
 
 
@@ -157,14 +157,14 @@ class LossReporter:
         if not self._is_wanted:
             return
         if self._copy is not None and self._copy[1].query():
-            tell(loss=self._copy[0].item())
+            update_progress(loss=self._copy[0].item())
             self._copy = None
         if not losses or self._copy is not None or self._clock() < self._next_s:
             return
         self._next_s = self._clock() + INTERVAL_S
         mean = torch.stack([loss.float() for loss in losses]).mean()
         if mean.device.type == "cpu":
-            tell(loss=mean.item())
+            update_progress(loss=mean.item())
         elif mean.device.type != "meta":
             host = torch.empty((), pin_memory=True)
             host.copy_(mean, non_blocking=True)

@@ -19,7 +19,7 @@ from launcher.base.folders import home_folder, working_folder
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.cluster.devices import given_devices, local_device_tokens
 from launcher.cluster.nodeset import is_host, is_loopback
-from launcher.fleet.reach import Reach, Transports
+from launcher.fleet.transports import SshTransports, Transports
 from launcher.plan.engine_config import EngineConfig
 from launcher.plan.plan import JobPlan, Settings, new_job_id
 from launcher.plan.request import Request
@@ -297,13 +297,15 @@ class Job:
         self.config = EngineConfig(request.command.arguments)
         self._job_id = job_id or new_job_id()
         self._run_folder = run_folder
-        self.reach: Reach
+        self.transports: Transports
         if request.in_slurm:
             from launcher.slurm.srun import SrunTransport  # not for other jobs
 
-            self.reach = SrunTransport.of(ssh, self.selection.cluster)
+            self.transports = SrunTransport.of(ssh, self.selection.cluster)
         else:
-            self.reach = Transports(ssh, only_local=request.runs_one_node, only_ssh=request.force_multi, local=local)
+            self.transports = SshTransports(
+                ssh, only_local=request.runs_one_node, only_ssh=request.force_multi, local=local
+            )
 
     def plan(self, cluster: Cluster | None = None) -> JobPlan:
         """Return the plan for the chosen hosts, or for others. Raises: LauncherError."""
@@ -313,9 +315,9 @@ class Job:
             cluster or self.selection.cluster,
             self._job_id,
             self._environment,
-            self.reach.address_of,
+            self.transports.address_of,
         )
-        notes = self.reach.notes_on([node.host for node in plan.placement.nodes])
+        notes = self.transports.notes_on([node.host for node in plan.placement.nodes])
         return dataclasses.replace(plan, notes=(*plan.notes, *notes), run_folder=self._run_folder or plan.run_folder)
 
     def mesh_of(self, plan: JobPlan) -> MeshSizes | None:
@@ -324,4 +326,4 @@ class Job:
 
     def close(self) -> None:
         """Close every connection."""
-        self.reach.close()
+        self.transports.close()

@@ -157,7 +157,7 @@ class ModelFacts:
         """Return the sizes of the engine's units: each block of a list of modules, and the rest, cut by the bound.
 
         Small neighbours are joined, depending on the setting. Padding is left out. are_experts_apart: they are in units
-        of their own, as where they are spread over ranks.
+        of their own, as where they are sharded over ranks.
         """
         trained = [param for param in self.params if param.trainable]
         numels, blocks = [param.numel for param in trained], [block_of(param.name) for param in trained]

@@ -78,7 +78,7 @@ _NOT_FOR_SRUN = (
 
 
 class SrunTransport:
-    """Starts the agents of all hosts of a run with the first `open`, in one step; implements `Transport` and `Reach`.
+    """Starts the agents of all hosts of a run with the first `open`, in one step: both `Transport` and `Transports`.
 
     A host opened a second time gets a step of its own: that is how a lost host is cleaned up.
     """

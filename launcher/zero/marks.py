@@ -95,5 +95,5 @@ def mark_expert(param: nn.Parameter, ep_size: int) -> None:
 
 
 def is_moe_param(param: nn.Parameter) -> bool:
-    """Whether a parameter belongs to an expert of a mixture whose experts may be spread over ranks."""
+    """Whether a parameter belongs to an expert of a mixture whose experts may be sharded over ranks."""
     return not getattr(param, "allreduce", True)

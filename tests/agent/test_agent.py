@@ -21,7 +21,7 @@ from harness.launch.agents import Agent, spawn
 from harness.launch.command import DEADLINE_S, ROOT, slowness, wait_until, wait_until_gone
 from harness.ports import free_port
 
-from launcher.agent import supervisor
+from launcher.agent import ports, supervisor
 from launcher.agent.wire import (
     Bye,
     Exited,
@@ -135,11 +135,11 @@ def test_the_master_is_tried_before_there_are_ranks(agent: Agent) -> None:
 
 
 def test_a_master_that_gives_no_answer_is_no_master(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervisor, "_MASTER_S", 0.3)
+    monkeypatch.setattr(ports, "_MASTER_S", 0.3)
     with socket.create_server(("127.0.0.1", 0), backlog=0) as full:
         port = full.getsockname()[1]
         with contextlib.closing(socket.create_connection(("127.0.0.1", port))):  # there is room for no other
-            assert supervisor._problem_of_master("127.0.0.1", port) == f"gives no answer at port {port}"
+            assert ports.problem_of_master("127.0.0.1", port) == f"gives no answer at port {port}"
 
 
 def test_a_picked_port_is_none_that_outgoing_connections_take(agent: Agent) -> None:
@@ -388,8 +388,9 @@ def test_the_agent_imports_nothing_but_the_standard_library() -> None:
 def test_a_drained_pipe_that_is_filled_as_fast_as_it_is_read_does_not_hold_the_agent(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
+    from launcher.agent import ranks
     from launcher.agent import spawn as spawning
-    from launcher.agent import supervisor as supervising
+    from launcher.agent.wire import Outbox
 
     real_read = os.read
     reads: list[int] = []
@@ -406,10 +407,10 @@ def test_a_drained_pipe_that_is_filled_as_fast_as_it_is_read_does_not_hold_the_a
     os.write(write, b"x" * 1000)
     process = subprocess.Popen(["true"], stdout=subprocess.PIPE)
     rank = spawning.RankProcess(0, process, {read: "stdout"}, defaultdict(str), 0)
-    agent = supervising.Supervisor(commands, output)
+    of_node = ranks.Ranks(Outbox(output), selectors.DefaultSelector())
     with process:
-        monkeypatch.setattr(supervising.os, "read", read_while_a_child_writes)
-        agent._drain(rank, read)
+        monkeypatch.setattr(ranks.os, "read", read_while_a_child_writes)
+        of_node._drain(rank, read)
         monkeypatch.undo()
     assert len(reads) == 1
     for descriptor in (commands, output, read, write):
@@ -424,10 +425,10 @@ def test_a_message_that_waits_to_be_read_renews_the_lease() -> None:
     agent._lease_s = -1.0
     os.write(sender, encode(Ping()))
     agent._check_deadlines()
-    assert agent._connected
+    assert agent._outbox.is_connected
     os.read(commands, 1 << 16)
     agent._check_deadlines()
-    assert not agent._connected
+    assert not agent._outbox.is_connected
     for descriptor in (commands, sender, reader, output):
         os.close(descriptor)
 

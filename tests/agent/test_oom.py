@@ -59,12 +59,14 @@ def test_several_kills_explain_as_many_ends(kernel: tuple[Path, Path]) -> None:
     assert found[2] is None
 
 
-# An agent's supervisor with processes of its own in place of ranks: what it says of those that have ended.
+# `Ranks` with processes of the test in place of ranks: what it sends of those that have exited.
 REAPS = """
     import os, subprocess, sys
     from collections import defaultdict
     sys.path.insert(0, sys.argv[1])
-    from launcher.agent import supervisor as supervising
+    import selectors
+    from launcher.agent import ranks
+    from launcher.agent.wire import Outbox
     from launcher.agent.spawn import RankProcess
     from launcher.agent.wire import Exited
     class Watch:
@@ -72,18 +74,19 @@ REAPS = """
         def evidence(self):
             self.num_left -= 1
             return "memory ran out" if self.num_left >= 0 else None
-    supervising.OomWatch = Watch
-    agent = supervising.Supervisor(0, 1)
+    ranks.OomWatch = Watch
+    outbox = Outbox(1)
+    of_node = ranks.Ranks(outbox, selectors.DefaultSelector())
     sent = []
-    agent._send = sent.append
+    outbox.send = sent.append
     big = "x = bytearray(80 << 20); "
     ends = ["raise SystemExit(3)", "import os; os.kill(os.getpid(), 9)", big + "import os; os.kill(os.getpid(), 9)"]
     for number, end in enumerate(ends):
         process = subprocess.Popen([sys.executable, "-c", end])
-        agent._ranks[process.pid] = RankProcess(number, process, {}, defaultdict(str), os.dup(0))
-    for pid in list(agent._ranks):
+        of_node._by_pid[process.pid] = RankProcess(number, process, {}, defaultdict(str), os.dup(0))
+    for pid in list(of_node._by_pid):
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
-    agent._reap()
+    of_node.reap()
     print({message.rank: message.oom for message in sent if isinstance(message, Exited)})
 """
 

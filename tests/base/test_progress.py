@@ -12,7 +12,16 @@ from pathlib import Path
 import pytest
 
 from launcher.base import env, progress
-from launcher.base.progress import NOTHING, STARTING, Told, heartbeat, make_counter, phase, read_counter, tell
+from launcher.base.progress import (
+    NO_PROGRESS,
+    STARTING,
+    RankProgress,
+    heartbeat,
+    make_counter,
+    phase,
+    read_counter,
+    update_progress,
+)
 
 
 @pytest.fixture
@@ -26,27 +35,27 @@ def record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
 
 
 def test_a_rank_that_has_told_nothing(record: int) -> None:
-    assert read_counter(record) == NOTHING
+    assert read_counter(record) == NO_PROGRESS
 
 
 def test_heartbeats_count_and_keep_the_last_loss(record: int) -> None:
     heartbeat()
     heartbeat(2.5)
     heartbeat()
-    assert read_counter(record) == Told(3, None, 2.5, STARTING)
+    assert read_counter(record) == RankProgress(3, None, 2.5, STARTING)
 
 
 def test_telling_is_no_heartbeat(record: int) -> None:
     heartbeat()
-    tell(step=40, total_steps=50)
-    tell(loss=-0.5)
-    assert read_counter(record) == Told(1, 40, -0.5, STARTING, 50)
+    update_progress(step=40, total_steps=50)
+    update_progress(loss=-0.5)
+    assert read_counter(record) == RankProgress(1, 40, -0.5, STARTING, 50)
 
 
 def test_a_loss_that_is_nan_is_none(record: int) -> None:
     heartbeat(1.0)
     heartbeat(math.nan)
-    assert read_counter(record) == Told(2, None, None, STARTING)
+    assert read_counter(record) == RankProgress(2, None, None, STARTING)
     heartbeat(math.inf)
     assert read_counter(record).loss == math.inf
 
@@ -62,21 +71,21 @@ def test_without_launch_nothing_happens(monkeypatch: pytest.MonkeyPatch) -> None
 def test_a_loss_that_is_no_number_is_refused_and_harms_no_later_one(record: int, loss: object) -> None:
     with pytest.raises(TypeError, match=r"heartbeat\(loss\) takes a number"):
         heartbeat(loss)  # type: ignore[arg-type]
-    assert read_counter(record) == NOTHING
+    assert read_counter(record) == NO_PROGRESS
     heartbeat(2)
-    assert read_counter(record) == Told(1, None, 2.0, STARTING)
+    assert read_counter(record) == RankProgress(1, None, 2.0, STARTING)
 
 
 def test_a_phase_ends_with_its_block_and_is_no_heartbeat(record: int) -> None:
-    tell(phase="")
+    update_progress(phase="")
     with phase("reading\nthe  data"):
-        assert read_counter(record) == Told(phase="reading the data")
+        assert read_counter(record) == RankProgress(phase="reading the data")
         with phase("évaluating" * 9):
             assert read_counter(record).phase == ("évaluating" * 9)[:36]  # of 40 bytes
         with contextlib.suppress(KeyError), phase("evaluating"):
             raise KeyError
         assert read_counter(record).phase == "reading the data"
-    assert read_counter(record) == Told()
+    assert read_counter(record) == RankProgress()
     with pytest.raises(TypeError, match=r"phase\(text\) takes a string.*got int 3"), phase(3):  # type: ignore[arg-type]
         pass
 
@@ -99,6 +108,6 @@ def test_a_second_copy_of_the_module_goes_on_where_the_first_one_was(record: int
     heartbeat(0.5)
     spec.loader.exec_module(other)
     other.heartbeat()
-    other.tell(phase="exiting")
+    other.update_progress(phase="exiting")
     heartbeat()
-    assert read_counter(record) == Told(3, None, 0.5, "exiting")
+    assert read_counter(record) == RankProgress(3, None, 0.5, "exiting")

@@ -20,7 +20,7 @@ from harness.launch.terminal import TerminalLaunch
 
 from launcher.base import progress
 from launcher.base.processes import members_of_job
-from launcher.base.progress import Told
+from launcher.base.progress import RankProgress
 from launcher.cli.console.facts import RunFacts
 from launcher.cli.console.panel import draw
 from launcher.cli.console.terminal import Screen
@@ -381,9 +381,9 @@ def test_the_slowest_rank_counts_and_a_stall_is_told() -> None:
     for rank in range(4):
         facts.started(rank)
     for second in range(5):
-        facts.progress(0, Told(10 * second, loss=2.5), float(second))
-        facts.progress(3, Told(step=4 * second), float(second))
-    facts.progress(1, Told(), 4.0)
+        facts.progress(0, RankProgress(10 * second, loss=2.5), float(second))
+        facts.progress(3, RankProgress(step=4 * second), float(second))
+    facts.progress(1, RankProgress(), 4.0)
     facts.ended(2, -9)
     facts.warning("the log is\nincomplete")
     assert picture(facts, 4.0) == [
@@ -403,23 +403,23 @@ def test_the_phase_of_each_rank_is_shown_and_between_steps_only_where_none_comes
     for rank in range(3):
         facts.started(rank)
     assert picture(facts, 1.0)[1] == "│ node-0  3 starting Python"
-    facts.progress(0, Told(phase="importing torch"), 1.0)
-    facts.progress(1, Told(phase="a\x1b[2Jb"), 1.0)
-    facts.progress(2, Told(), 1.0)
+    facts.progress(0, RankProgress(phase="importing torch"), 1.0)
+    facts.progress(1, RankProgress(phase="a\x1b[2Jb"), 1.0)
+    facts.progress(2, RankProgress(), 1.0)
     assert picture(facts, 2.0)[1] == "│ node-0  1 importing torch, 1 a\\x1b[2Jb, 1 running"
     for second in range(5):
         for rank in range(3):
             phase = progress.BETWEEN_STEPS if rank else progress.TRAINING
-            facts.progress(rank, Told(second, 2 * second, 0.5, phase, 100), float(second))
+            facts.progress(rank, RankProgress(second, 2 * second, 0.5, phase, 100), float(second))
     headline, host = picture(facts, 5.0, columns=120)
     assert headline.endswith("step 8 of 100 · 2 steps/s · loss 0.5 · 0:00:46 left")
     assert host == "│ node-0  3 training"
-    facts.progress(2, Told(5, 8, None, "writing a sample", 100), 5.0)
+    facts.progress(2, RankProgress(5, 8, None, "writing a sample", 100), 5.0)
     headline, host = picture(facts, 14.0, columns=120)
     assert headline.endswith("step 8 of 100 · last step 10.0 s ago · loss 0.5")
     assert host == "│ node-0  1 training, 1 between steps, 1 writing a sample"
     for rank in range(3):
-        facts.progress(rank, Told(5, 101, None, "", 100), 15.0)
+        facts.progress(rank, RankProgress(5, 101, None, "", 100), 15.0)
     assert " left" not in picture(facts, 15.0)[0]
 
 
@@ -427,7 +427,7 @@ def test_of_many_hosts_those_that_need_a_look_are_shown() -> None:
     facts = RunFacts(plan_of(100, 8), now_s=0.0)
     for rank in range(800):
         facts.started(rank)
-        facts.progress(rank, Told(phase="importing torch" if rank == 711 else "training"), 1.0)
+        facts.progress(rank, RankProgress(phase="importing torch" if rank == 711 else "training"), 1.0)
     facts.ended(555, 1)
     rows = picture(facts, 1.0)
     assert rows[1] == "│ node-69  7 training, 1 failed"

@@ -53,7 +53,7 @@ def test_the_data_axis_takes_the_ranks_that_are_left() -> None:
         (
             {"expert_parallel": {"enabled": True, "autoep_size": 2}, "tensor_parallel": {"autotp_size": 2}},
             4,
-            "experts are spread over ranks of the data axis alone, and this run has 2 \\(data\\) × 2 \\(tensor\\) = 4",
+            "experts are sharded over ranks of the data axis alone, and this run has 2 \\(data\\) × 2 \\(tensor\\) = 4",
             "leave the tensor axis out",
         ),
         (

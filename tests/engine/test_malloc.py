@@ -11,7 +11,7 @@ import pytest
 # Four blocks of 12 MiB, written and freed, again and again, as gradients are: page faults of each further round.
 ROUNDS = """
 import ctypes, resource, sys
-from launcher.engine.build import keep_freed_memory
+from launcher.comm.device import keep_freed_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes, libc.memset.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]

@@ -77,5 +77,7 @@ def test_a_host_that_never_answers_keeps_nobody(monkeypatch: pytest.MonkeyPatch)
 def test_a_user_who_does_not_want_to_wait_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "timeouts", lambda: Timeouts(sweep_s=1e6))
     hosts = Hosts()
-    assert sweep_lost_hosts(names("mute"), lambda _host: cast(Any, hosts), "job", is_to_leave=lambda: True) == ("mute",)
+    assert sweep_lost_hosts(names("mute"), lambda _host: cast(Any, hosts), "job", is_cancelled=lambda: True) == (
+        "mute",
+    )
     hosts.never.set()

@@ -16,10 +16,10 @@ from harness.launch.sshd import MuteServer, StalledServer
 
 from launcher.base.errors import LauncherError, TransportError
 from launcher.cluster.cluster import Host
-from launcher.fleet import fleet, member
-from launcher.fleet.agent import Agent
+from launcher.fleet import fleet, host_link
+from launcher.fleet.agent_link import AgentLink
 from launcher.fleet.fleet import Fleet, Liveness
-from launcher.fleet.member import Turns
+from launcher.fleet.host_link import ConnectSlots
 from launcher.transport.api import Channel
 
 STEPS = {
@@ -124,26 +124,26 @@ class Sleepy:
 def test_many_dead_hosts_cost_little_more_than_one(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fleet, "MAX_PARALLEL", 2)
     scale = slowness()
-    monkeypatch.setattr(member, "_SLOW_AFTER_S", 0.1 * scale)
+    monkeypatch.setattr(host_link, "_SLOW_AFTER_S", 0.1 * scale)
     start_s = time.monotonic()
     with pytest.raises(TransportError) as caught:
-        Fleet([Agent(Host(f"h{number}", (0,))) for number in range(20)], lambda _: Sleepy(1.5 * scale)).connect()
+        Fleet([AgentLink(Host(f"h{number}", (0,))) for number in range(20)], lambda _: Sleepy(1.5 * scale)).connect()
     assert [finding.where for finding in caught.value.diagnostics] == [f"h{number}" for number in range(20)]
     assert time.monotonic() - start_s < 10 * scale, "ten waves of 1.5 s take 15 s"
 
 
 def test_only_those_that_wait_long_give_their_turn_away(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = Turns(1)
-    with turns.turn():
-        turns.free_slow()
-        assert not turns._free.acquire(blocking=False), "this one is still at work"
-        monkeypatch.setattr(member, "_SLOW_AFTER_S", -1.0)
-        turns.free_slow()
-        assert turns._free.acquire(blocking=False)
+    slots = ConnectSlots(1)
+    with slots.take():
+        slots.free_slow()
+        assert not slots._free.acquire(blocking=False), "this one is still at work"
+        monkeypatch.setattr(host_link, "_SLOW_AFTER_S", -1.0)
+        slots.free_slow()
+        assert slots._free.acquire(blocking=False)
 
 
 def test_a_host_that_is_slow_to_start_is_not_silent() -> None:
-    agent = Agent(Host("a", (0,)))
+    agent = AgentLink(Host("a", (0,)))
     agent.has_lease, agent.last_heard_s = True, 100.0
     liveness = Liveness([agent], 5.0)
     assert liveness.silence_s(agent, 200.0) is None, "Python may come from a cold network disk"
@@ -158,7 +158,7 @@ def test_an_interrupt_ends_the_wait_and_its_error_is_raised() -> None:
 
     start_s = time.monotonic()
     with pytest.raises(LauncherError, match="enough"):
-        Fleet([Agent(Host("a", (0,)))], lambda _: Sleepy(30.0), is_interrupted=is_interrupted).connect()
+        Fleet([AgentLink(Host("a", (0,)))], lambda _: Sleepy(30.0), is_interrupted=is_interrupted).connect()
     assert time.monotonic() - start_s < 5 * slowness()
 
 
@@ -176,11 +176,11 @@ def test_a_channel_that_opens_after_it_was_cancelled_is_closed() -> None:
 
             return Opened()  # type: ignore[return-value]
 
-    agent, failures = Agent(Host("a", (0,))), []
+    agent, failures = AgentLink(Host("a", (0,))), []
 
     def work() -> None:
         try:
-            agent.open(lambda _: Late(0.0), Turns(1))
+            agent.open(lambda _: Late(0.0), ConnectSlots(1))
         except TransportError as error:
             failures.append(str(error))
 

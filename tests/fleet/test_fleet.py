@@ -14,9 +14,9 @@ from launcher.agent.wire import MAGIC, PROTOCOL_VERSION, Bye, Decoder, Hello, Me
 from launcher.base.errors import TransportError
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
-from launcher.fleet.agent import Agent
+from launcher.fleet.agent_link import AgentLink
 from launcher.fleet.fleet import Fleet
-from launcher.fleet.member import NEVER_CONNECTED, HostEnded
+from launcher.fleet.host_link import NEVER_CONNECTED, HostEnded
 
 
 class Wire:
@@ -60,11 +60,11 @@ class Wire:
         self.said.put(b"")
 
 
-def fleet_of(wire: Wire, *names: str, **options: Any) -> Fleet[Agent]:
-    return Fleet([Agent(Host(name, (0,))) for name in names], lambda _: cast(Any, wire), **options)
+def fleet_of(wire: Wire, *names: str, **options: Any) -> Fleet[AgentLink]:
+    return Fleet([AgentLink(Host(name, (0,))) for name in names], lambda _: cast(Any, wire), **options)
 
 
-def next_end(fleet: Fleet[Agent]) -> tuple[str, str]:
+def next_end(fleet: Fleet[AgentLink]) -> tuple[str, str]:
     """Return name and reason of the next host that ends."""
     deadline_s = time.monotonic() + 10
     while time.monotonic() < deadline_s:
@@ -78,7 +78,7 @@ def test_a_stop_asks_those_that_are_connected_and_ends_the_others() -> None:
     wire = Wire()
     fleet = fleet_of(wire, "well", "never")
     fleet.start()
-    fleet.wait(lambda agent: agent.has_answered, members=fleet.members[:1])
+    fleet.wait(lambda agent: agent.has_answered, links=fleet.links[:1])
     assert fleet.stop(5.0)
     assert next_end(fleet) == ("never", NEVER_CONNECTED)
     graces_s = (5.0, 9.0, 0.0, 5.0)
@@ -99,7 +99,7 @@ def test_a_longer_grace_does_not_put_off_the_moment_at_which_hosts_are_given_up(
     fleet.stop(1.0)
     fleet.stop(600.0)
     assert fleet.overdue(time.monotonic()) == []
-    assert fleet.overdue(time.monotonic() + 300.0) == fleet.members
+    assert fleet.overdue(time.monotonic() + 300.0) == fleet.links
     assert wire.closed.is_set()
 
 
@@ -115,11 +115,11 @@ def test_an_agent_on_this_machine_that_does_not_answer_a_stop_is_given_up_before
     assert fleet.overdue(soon_s - 1.0) == []
     wire.say(Pong(0.0))
     deadline_s = time.monotonic() + 10
-    while fleet.members[0].ponged_s == 0.0 and time.monotonic() < deadline_s:
+    while fleet.links[0].ponged_s == 0.0 and time.monotonic() < deadline_s:
         fleet.get(0.05)
     assert fleet.overdue(soon_s + 1.0) == [], "it answers, and may take its time"
-    fleet.members[0].ponged_s = 0.0
-    assert fleet.overdue(soon_s + 1.0) == fleet.members
+    fleet.links[0].ponged_s = 0.0
+    assert fleet.overdue(soon_s + 1.0) == fleet.links
 
 
 def test_a_host_that_does_not_end_in_time_is_given_up_once() -> None:
@@ -128,7 +128,7 @@ def test_a_host_that_does_not_end_in_time_is_given_up_once() -> None:
     fleet.connect()
     fleet.stop(2.0)
     assert fleet.overdue(time.monotonic() + 2.5) == []
-    assert fleet.overdue(time.monotonic() + 3.5) == fleet.members
+    assert fleet.overdue(time.monotonic() + 3.5) == fleet.links
     assert wire.closed.is_set()
     assert fleet.is_over
     assert fleet.overdue(time.monotonic() + 3.5) == []
@@ -165,10 +165,10 @@ def test_hosts_that_end_before_they_answer_are_named_together() -> None:
     wires = {"first": Wire(), "second": Wire()}
     for wire in wires.values():
         wire.said = queue.SimpleQueue()
-    fleet = Fleet([Agent(Host(name, (0,))) for name in wires], lambda host: cast(Any, wires[host.name]))
+    fleet = Fleet([AgentLink(Host(name, (0,))) for name in wires], lambda host: cast(Any, wires[host.name]))
     wires["first"].said.put(b"")
     fleet.start()
-    fleet.wait(lambda agent: agent.ended, members=fleet.members[:1])
+    fleet.wait(lambda agent: agent.ended, links=fleet.links[:1])
     fleet.wait(lambda agent: agent.channel is not None)
     wires["second"].said.put(b"")
     with pytest.raises(TransportError) as caught:

@@ -10,20 +10,21 @@ from harness.launch.command import ROOT, run_launch, wait_until_gone
 
 from launcher.agent.wire import Bye, Exited, Message, Output, PortPicked, Raised, SpawnFailed, Started
 from launcher.base.errors import ProtocolError
-from launcher.fleet.agent import ProtocolCheck
+from launcher.fleet.agent_link import ProtocolCheck
 
 # The agent's own code, changed in one place: what it says when a rank was started.
 BROKEN = """
 import sys
 if "launcher.agent.main" in sys.orig_argv:
-    from launcher.agent import supervisor, wire
-    send = supervisor.Supervisor._send
+    from launcher.agent import wire
+    from launcher.agent.wire import Outbox
+    send = Outbox.send
     def send_and_break(self, message):
         send(self, message)
         if isinstance(message, wire.Started):
             header = {header!r}
             self._unsent += len(header).to_bytes(4, "big") + bytes(4) + header
-    supervisor.Supervisor._send = send_and_break
+    Outbox.send = send_and_break
 """
 HEADERS = {
     b'{"type": "Output", "rank": 7, "stream": "stdout"}': "Output for rank 7, which is not on this host",

@@ -77,11 +77,11 @@ def test_in_a_batch_script_that_requeues_the_first_sigterm_is_a_notice(
 def test_a_wait_that_asks_for_stop_signals_keeps_all_others() -> None:
     queue = SignalQueue(STOPS)
     queue.ask(NOTICE_SIGNAL)
-    assert not queue.asks_to_leave()
+    assert not queue.take_cancel()
     queue.ask(signal.SIGQUIT)
     queue.ask(signal.SIGINT)
-    assert queue.asks_to_leave()
-    assert not queue.asks_to_leave(), "each stop signal ends one wait"
+    assert queue.take_cancel()
+    assert not queue.take_cancel(), "each stop signal ends one wait"
     assert queue.take() == [NOTICE_SIGNAL, signal.SIGQUIT]
     assert queue.take() == []
     assert queue.first_stop == signal.SIGINT

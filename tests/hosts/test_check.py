@@ -17,7 +17,7 @@ from harness.launch.sshd import LoopbackSshd, StalledServer
 from launcher.base.timeouts import Timeouts
 from launcher.cli.commands.check import exit_code_of
 from launcher.cluster.cluster import Cluster, Host
-from launcher.fleet.reach import Transports
+from launcher.fleet.transports import SshTransports
 from launcher.hosts import check
 from launcher.hosts.check import Checker, CheckReport
 from launcher.transport.ssh.options import SshOptions
@@ -32,7 +32,7 @@ def hosts(sshd: LoopbackSshd, folder: Path, *lines: str) -> list[str]:
 def run_checker(cluster: Cluster, sshd: LoopbackSshd, address: str | None, folder: Path) -> CheckReport:
     config = folder / "ssh_config"  # what is tested is the limit of the check
     config.write_text(f"ConnectTimeout 60\n{sshd.ssh_config.read_text()}")
-    transports = Transports(SshOptions(ssh_config=config))
+    transports = SshTransports(SshOptions(ssh_config=config))
     if address is not None:
         transports.address_of = lambda _: address  # type: ignore[method-assign]
     try:
@@ -137,7 +137,7 @@ def test_a_folder_that_other_hosts_do_not_share_is_found(
 
 def test_a_folder_that_cannot_be_written_is_noted(tmp_path: Path) -> None:
     missing = tmp_path / "gone"
-    transports = Transports(SshOptions())
+    transports = SshTransports(SshOptions())
     report = Checker(Cluster((Host("localhost", (0,)),)), transports).run(str(missing))
     transports.close()
     assert "whether all hosts share it was not checked" in report.notes[0]

@@ -18,7 +18,7 @@ from harness.launch.sshd import LoopbackSshd
 from launcher.cli.commands.exec import ExecDisplay, show_results
 from launcher.cluster.cluster import Host
 from launcher.cluster.nodeset import expand
-from launcher.fleet.reach import Transports
+from launcher.fleet.transports import SshTransports
 from launcher.hosts import fanout, session
 from launcher.hosts.fanout import Fanout
 from launcher.hosts.session import Task
@@ -171,7 +171,7 @@ def test_a_host_whose_agent_is_lost_is_named_and_swept(sshd: LoopbackSshd, tmp_p
 @pytest.mark.cluster
 def test_a_host_that_falls_silent_is_given_up(sshd: LoopbackSshd, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fanout, "DEFAULT_LEASE_S", 2.5)
-    transports = Transports(SshOptions(ssh_config=sshd.ssh_config))
+    transports = SshTransports(SshOptions(ssh_config=sshd.ssh_config))
     # It stops its own agent, whose ranks do not hear of it.
     commands = [("program", "sleep", "1"), ("program", "sh", "-c", f"kill -STOP $PPID; exec sleep {nap('76.25')}")]
     tasks = [Task(Host(f"127.0.0.{i + 1}", (0,)), command, "/") for i, command in enumerate(commands)]

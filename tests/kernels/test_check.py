@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from launcher.comm.buffers import BufferPool
 from launcher.comm.groups import world_group
-from launcher.engine.parts import verified_kernel
+from launcher.engine.optimizer_plan import verified_kernel
 from launcher.kernels.api import Adagrad, Adam, DeviceScale, GradScale, Kernel, Lamb, Lion, Rule, Sgd, Span
 from launcher.kernels.check import SpanTypes, norm_problem, update_problem
 from launcher.kernels.reference import ReferenceKernel

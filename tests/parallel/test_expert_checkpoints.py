@@ -1,4 +1,4 @@
-"""Checkpoints of spread experts: whole in the files, loaded by ranks with any others."""
+"""Checkpoints of sharded experts: whole in the files, loaded by ranks with any others."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ def test_saved_by_some_ranks_and_loaded_by_others(kind: str, tmp_path: Path) -> 
     assert verify(tmp_path / "first") == []
     listed = {param.name: param.shape for param in summary_of(tmp_path / "first").params}
     assert listed == {name: tuple(weights[name].shape) for name in listed}
-    if kind != "moe":  # its experts are copies of one on every rank where they are not spread
+    if kind != "moe":  # its experts are copies of one on every rank where they are not sharded
         from safetensors.torch import load_file
 
         _check_same(load_file(tmp_path / "weights.safetensors"), weights)
@@ -118,10 +118,10 @@ def _continued(rank: int, world_size: int, folder: str) -> tuple[list[float], li
     first.save_checkpoint(folder, tag="whole")
     wanted = [_step(first, "listed", step, rank) for step in (1, 2)]
     first.destroy()
-    spread = _engine("listed", 2, 2)
-    spread.load_checkpoint(folder, tag="whole")
-    found = [_step(spread, "listed", step, rank) for step in (1, 2)]
-    spread.destroy()
+    sharded = _engine("listed", 2, 2)
+    sharded.load_checkpoint(folder, tag="whole")
+    found = [_step(sharded, "listed", step, rank) for step in (1, 2)]
+    sharded.destroy()
     return found, wanted
 
 

@@ -15,7 +15,7 @@ import launcher
 from launcher.base.errors import EngineError
 from launcher.moe import MoE, is_moe_param
 from launcher.parallel.expert.gating import GateOptions, Routing, route
-from launcher.parallel.expert.share import share_of
+from launcher.parallel.expert.placement import placement_of
 
 
 def _logits(num_tokens: int = 40, num_experts: int = EXPERTS) -> Tensor:
@@ -181,14 +181,14 @@ def test_models_and_settings_that_the_engine_refuses() -> None:
         for text, words in zip(
             said,
             (
-                "0.experts: the experts of Unknown cannot be spread: how it runs them is not known",
+                "0.experts: the experts of Unknown cannot be sharded: how it runs them is not known",
                 "the model has no mixture of experts",
-                "the experts of MixtralSparseMoeBlock cannot be spread",
+                "the experts of MixtralSparseMoeBlock cannot be sharded",
                 "4 ranks of one set of experts do not divide the data axis: 2 (data) = 2 ranks; use 1 or 2",
                 "2 ranks do not divide the 5 experts of layers.0.mlp.experts; use one of 1, 5",
-                "Lamb needs all ranks to have the same parameters, and experts are spread",
+                "Lamb needs all ranks to have the same parameters, and experts are sharded",
                 "mics_shard_size is for data parallelism alone",
-                "experts are spread over ranks of the data axis alone, and this run has 1 (data) × 2 (tensor) = 2",
+                "experts are sharded over ranks of the data axis alone, and this run has 1 (data) × 2 (tensor) = 2",
             ),
             strict=True,
         ):
@@ -222,8 +222,8 @@ def test_buffers_of_experts_are_those_of_the_first_rank_with_the_same_experts() 
 
 def _num_runtimes(rank: int, world_size: int) -> int:
     layers = [MoE(WIDTH, Expert(), num_experts=4, ep_size=size) for size in (2, 2, 1, 1)]
-    shares = [share_of(layer.deepspeed_moe.experts.deepspeed_experts) for layer in layers]
-    return len({id(share.group.runtime) for share in shares if share is not None})
+    placements = [placement_of(layer.deepspeed_moe.experts.deepspeed_experts) for layer in layers]
+    return len({id(found.group.runtime) for found in placements if found is not None})
 
 
 def test_layers_share_the_streams_of_their_device() -> None:

@@ -1,4 +1,4 @@
-"""Experts spread over ranks train as one process does that has all of them and sees the samples of all ranks."""
+"""Experts sharded over ranks train as one process does that has all of them and sees the samples of all ranks."""
 
 from __future__ import annotations
 
@@ -155,13 +155,13 @@ def test_a_gradient_that_is_not_finite_is_named_by_the_rank_that_has_the_expert(
 
 
 def _evaluated(rank: int, world_size: int, kind: str) -> tuple[Tensor, Tensor]:
-    spread, whole = _engine(kind, 2, 1), mixtures.build(kind)
+    sharded, whole = _engine(kind, 2, 1), mixtures.build(kind)
     samples = mixtures.batch(kind, 0, rank)
-    spread.eval()
+    sharded.eval()
     whole.eval()
     with torch.no_grad():
-        found = spread(samples[: 1 + rank]), whole(samples[: 1 + rank])  # ranks with different numbers of tokens
-    spread.destroy()
+        found = sharded(samples[: 1 + rank]), whole(samples[: 1 + rank])  # ranks with different numbers of tokens
+    sharded.destroy()
     return found
 
 
@@ -187,9 +187,9 @@ def _in_bf16(rank: int, world_size: int) -> list[list[float]]:
 
 
 def test_in_16_bits_as_with_all_experts_on_every_rank() -> None:
-    for whole, spread in run_on_ranks(2, _in_bf16):
-        assert spread[0] == pytest.approx(whole[0], rel=0.01)
-        assert spread == pytest.approx(whole, rel=0.15)  # a router may choose otherwise where two experts are close
+    for whole, sharded in run_on_ranks(2, _in_bf16):
+        assert sharded[0] == pytest.approx(whole[0], rel=0.01)
+        assert sharded == pytest.approx(whole, rel=0.15)  # a router may choose otherwise where two experts are close
 
 
 def _trained_by_block(rank: int, world_size: int, *, recomputes: bool) -> list[float]:

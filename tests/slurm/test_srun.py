@@ -22,7 +22,7 @@ from launcher.agent.wire import Call, Decoder, Output, Ping, Pong, Spawn, Starte
 from launcher.base import env
 from launcher.base.errors import TransportError
 from launcher.cluster.cluster import Host
-from launcher.fleet.agent import Agent
+from launcher.fleet.agent_link import AgentLink
 from launcher.job.node import pieces_of
 from launcher.plan.plan import new_job_id
 from launcher.slurm import srun
@@ -271,7 +271,7 @@ def test_a_relay_passes_on_what_is_for_all_nodes(relay: subprocess.Popen[bytes])
 def test_a_call_is_encoded_once_for_all_nodes() -> None:
     pieces = pieces_of(b"x" * (3 << 20))
     assert [*Decoder(expect_magic=False).feed(b"".join(pieces))] == [Call(b"x" * (1 << 20))] * 3
-    agents = [Agent(Host(name, (0,))) for name in ("a", "b")]
+    agents = [AgentLink(Host(name, (0,))) for name in ("a", "b")]
     for agent in agents:
         for piece in pieces:
             agent.send_frame(piece)

@@ -17,7 +17,7 @@ from harness.launch.sshd import LoopbackSshd
 from launcher.base.errors import TransportError
 from launcher.base.processes import allow_connections, descendants
 from launcher.cluster.cluster import Host
-from launcher.fleet.agent import Agent
+from launcher.fleet.agent_link import AgentLink
 from launcher.fleet.fleet import Fleet
 from launcher.transport.api import Channel, Transport
 from launcher.transport.diagnose import start_failure
@@ -167,9 +167,9 @@ def test_a_missing_remote_python_is_explained(sshd: LoopbackSshd) -> None:
 def test_one_connection_serves_a_host_twice_and_many_hosts_open_at_once(sshd: LoopbackSshd) -> None:
     transport = SshTransport(SshOptions(ssh_config=sshd.ssh_config, agent_module=AGENT, root=TESTS))
     hosts = [Host(f"127.0.0.{number}", (0,)) for number in range(1, 9)]
-    fleet = Fleet([Agent(host) for host in (*hosts, hosts[0])], lambda _: transport)
+    fleet = Fleet([AgentLink(host) for host in (*hosts, hosts[0])], lambda _: transport)
     fleet.connect()
-    assert all(member.channel is not None and member.channel.host_name == member.name for member in fleet.members)
+    assert all(link.channel is not None and link.channel.host_name == link.name for link in fleet.links)
     assert len(transport._connections) == len(hosts)
     fleet.close()
     transport.close()
@@ -195,7 +195,7 @@ def test_every_failing_host_is_listed_and_the_others_are_closed() -> None:
             return None
 
     with pytest.raises(TransportError) as caught:
-        Fleet([Agent(Host(name, (0,))) for name in ("bad-1", "good", "bad-2")], lambda _: Picky()).connect()
+        Fleet([AgentLink(Host(name, (0,))) for name in ("bad-1", "good", "bad-2")], lambda _: Picky()).connect()
     assert [finding.where for finding in caught.value.diagnostics] == ["bad-1", "bad-2"]
     assert [channel.wait(DEADLINE_S) for channel in opened] == [128 + 9]
 

@@ -41,7 +41,7 @@ def check(ctx: click.Context, /, as_json: bool, **values: Any) -> None:
     """
     options = HostOptions.of(values)
     cluster = options.cluster()
-    transports = options.reach(cluster)
+    transports = options.transports(cluster)
     try:
         report = Checker(cluster, transports, say_waiting).run(working_folder())
     finally:

@@ -81,7 +81,7 @@ def exec_command(
     cluster = options.cluster()
     cwd = working_folder()
     tasks = [Task(host, words, cwd) for host in cluster.hosts]
-    transports = options.reach(cluster, shell_only=is_bare)
+    transports = options.transports(cluster, shell_only=is_bare)
     run = Fanout(tasks, transports.for_host, new_job_id(), say_waiting, has_agents=not is_bare)
     display = ExecDisplay([task.host.name for task in tasks], run.held, _hint_for(words))
     if not as_json:

@@ -8,7 +8,7 @@ from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from launcher.base.progress import BETWEEN_STEPS, NOTHING, TRAINING, Told
+from launcher.base.progress import BETWEEN_STEPS, NO_PROGRESS, TRAINING, RankProgress
 from launcher.base.units import counted
 from launcher.job.events import Watcher
 from launcher.plan.plan import JobPlan
@@ -24,7 +24,7 @@ class _Rank:
     has_started: bool = False
     status: int | None = None  # exit code or minus the signal, None while it runs
     steps: deque[tuple[float, int]] = field(default_factory=lambda: deque(maxlen=_RATE_SAMPLES))  # monotonic, step
-    told: Told = NOTHING
+    progress: RankProgress = NO_PROGRESS
 
 
 @dataclass(frozen=True)
@@ -101,12 +101,12 @@ class RunFacts(Watcher):
         with self._lock:
             self._ranks[rank].status = status
 
-    def progress(self, rank: int, told: Told, now_s: float | None = None) -> None:
+    def progress(self, rank: int, progress: RankProgress, now_s: float | None = None) -> None:
         """now_s: monotonic clock."""
         now_s = time.monotonic() if now_s is None else now_s
         with self._lock:
-            self._ranks[rank].told = told
-            step, steps = told.reached_step, self._ranks[rank].steps
+            self._ranks[rank].progress = progress
+            step, steps = progress.reached_step, self._ranks[rank].steps
             if step is None:
                 return
             if steps and step < steps[-1][1]:  # it starts over, or has begun to count steps of its own
@@ -128,7 +128,7 @@ class RunFacts(Watcher):
         now_s = time.monotonic() if now_s is None else now_s
         with self._lock:
             nodes = self._plan.placement.nodes
-            told = (rank.told.loss for rank in self._ranks.values() if rank.told.loss is not None)
+            losses = (rank.progress.loss for rank in self._ranks.values() if rank.progress.loss is not None)
             return RunView(
                 job_id=self._plan.job_id,
                 size=_size(self._plan),
@@ -136,7 +136,7 @@ class RunFacts(Watcher):
                 restart=self._plan.restart,
                 is_stopping=self._is_stopping,
                 pace=_pace(self._ranks.values(), now_s),
-                loss=next(told, None),
+                loss=next(losses, None),
                 trouble=self._trouble,
                 hosts=[_host(node.host.name, [self._ranks[rank] for rank in node.ranks], now_s) for node in nodes],
             )
@@ -159,9 +159,9 @@ def _host(name: str, ranks: list[_Rank], now_s: float) -> HostView:
 
 def _phase(rank: _Rank, pace: Pace) -> str:
     """Return the phase of a running rank. Between two steps of a steady pace it is still training."""
-    if rank.told.phase == BETWEEN_STEPS and not pace.is_stalled:
+    if rank.progress.phase == BETWEEN_STEPS and not pace.is_stalled:
         return TRAINING
-    return rank.told.phase or "running"
+    return rank.progress.phase or "running"
 
 
 def _pace(ranks: Iterable[_Rank], now_s: float) -> Pace:
@@ -173,4 +173,4 @@ def _pace(ranks: Iterable[_Rank], now_s: float) -> Pace:
     slowest = min(counting, key=lambda rank: rank.steps[-1][1])
     (first_s, first), (last_s, last) = slowest.steps[0], slowest.steps[-1]
     rate = (last - first) / (last_s - first_s) if last_s > first_s else None
-    return Pace(last, rate, now_s - last_s if slowest.status is None else 0.0, slowest.told.total_steps)
+    return Pace(last, rate, now_s - last_s if slowest.status is None else 0.0, slowest.progress.total_steps)

@@ -23,7 +23,7 @@ from launcher.job.events import Watcher
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from launcher.base.progress import Told
+    from launcher.base.progress import RankProgress
     from launcher.cli.console.live import LiveView
     from launcher.job.events import Failure, RunReport
     from launcher.plan.plan import JobPlan
@@ -144,8 +144,8 @@ class Console(Watcher):
     def started(self, rank: int) -> None:
         self._facts.started(rank)
 
-    def progress(self, rank: int, told: Told) -> None:
-        self._facts.progress(rank, told)
+    def progress(self, rank: int, progress: RankProgress) -> None:
+        self._facts.progress(rank, progress)
 
     def ended(self, rank: int, status: int) -> None:
         self._facts.ended(rank, status)

@@ -16,7 +16,7 @@ from launcher.cli.options.command import declared
 from launcher.cli.options.hosts import DEFAULT_HOSTFILE_NOTE, HOST_CHOICE, REACHING, default_hostfile, ssh_options
 from launcher.cluster.cluster import Cluster, Host, NodeRange
 from launcher.cluster.devices import local_device_tokens
-from launcher.fleet.reach import Reach, Transports
+from launcher.fleet.transports import SshTransports, Transports
 from launcher.plan.planning import available_hosts
 from launcher.schedulers.detect import in_allocation
 from launcher.transport.ssh.options import SshOptions
@@ -40,7 +40,7 @@ class HostOptions:
         in_slurm = values["hostfile"] is None and in_allocation(os.environ)
         return filled(cls, {**values, "in_slurm": in_slurm, "ssh": ssh_options(values)})
 
-    def reach(self, cluster: Cluster, *, shell_only: bool = False) -> Reach:
+    def transports(self, cluster: Cluster, *, shell_only: bool = False) -> Transports:
         """Return how the hosts are reached. Raises: UsageError.
 
         shell_only: start a plain shell there, not an agent; a Slurm step knows agents only.
@@ -49,7 +49,7 @@ class HostOptions:
             from launcher.slurm.srun import SrunTransport
 
             return SrunTransport.of(self.ssh, cluster)
-        transports = Transports(self.ssh, only_ssh=self.force_multi, shell_only=shell_only)
+        transports = SshTransports(self.ssh, only_ssh=self.force_multi, shell_only=shell_only)
         for note in transports.notes_on(cluster.hosts) if self.ssh.verbose else ():
             click.echo(printable(note), err=True)
         return transports

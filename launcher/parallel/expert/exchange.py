@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from launcher.comm.groups import RankGroup
-from launcher.parallel.expert.share import ExpertShare
+from launcher.parallel.expert.placement import ExpertPlacement
 
 # rows [pairs, width], the expert of each counted from this rank's first, ascending [pairs], how many rows each expert
 # has, and the weight of each row [pairs] -> weighted outputs [pairs, width].
@@ -49,7 +49,7 @@ class _Route:
 
 
 def at_experts(
-    x: Tensor, experts: Tensor, weights: Tensor, share: ExpertShare, run: RunExperts, *, trains: bool
+    x: Tensor, experts: Tensor, weights: Tensor, placement: ExpertPlacement, run: RunExperts, *, trains: bool
 ) -> Tensor:
     """Return for each token the weighted sum of its experts' outputs; no token is dropped.
 
@@ -60,11 +60,11 @@ def at_experts(
 
     A token is sent once to each rank that has some of its experts, and comes back from it as one partial sum.
     """
-    num_local = share.num_local
+    num_local = placement.num_local
     if trains and torch.is_grad_enabled() and not (x.requires_grad or weights.requires_grad):
         x = x.detach().requires_grad_()  # or a rank that no token reaches would have no way back
     with torch.no_grad():
-        route, to_rank = _route(experts, share)
+        route, to_rank = _route(experts, placement)
         ids = experts[route.token] - to_rank[:, None] * num_local
         ids = torch.where((ids >= 0) & (ids < num_local), ids, -1)
     rows, row_weights, row_ids, anchor = _Dispatch.apply(x, weights, ids, route)
@@ -89,16 +89,16 @@ def swap_chunks(x: Tensor, group: RankGroup) -> Tensor:
     return swapped
 
 
-def _route(experts: Tensor, share: ExpertShare) -> tuple[_Route, Tensor]:
+def _route(experts: Tensor, placement: ExpertPlacement) -> tuple[_Route, Tensor]:
     """Return the route of tokens, and to which rank each row goes. Collective; the host waits for the sizes, once.
 
     experts: see `at_experts`.
     """
-    group, num_ranks = share.group, share.group.world_size
-    number = torch.where(experts < 0, share.num_experts, experts).long()  # the last: of no expert, and of no rank
+    group, num_ranks = placement.group, placement.group.world_size
+    number = torch.where(experts < 0, placement.num_experts, experts).long()  # the last: of no expert, and of no rank
     is_sent = torch.zeros(num_ranks + 1, len(number), dtype=torch.bool, device=number.device)
-    is_sent = is_sent.scatter_(0, (number // share.num_local).t(), True)[:num_ranks]
-    of_expert = number.new_zeros(share.num_experts + 1)
+    is_sent = is_sent.scatter_(0, (number // placement.num_local).t(), True)[:num_ranks]
+    of_expert = number.new_zeros(placement.num_experts + 1)
     of_expert.scatter_add_(0, number.reshape(-1), number.new_ones(number.numel()))
     # [ranks, 1 + experts of a rank]: rows, and those of each expert.
     sent = torch.cat([is_sent.sum(1, keepdim=True), of_expert[:-1].view(num_ranks, -1)], 1)

@@ -20,7 +20,7 @@ from launcher.comm.torch_internals import outside_graphs
 from launcher.config.equations import divisors
 from launcher.parallel.expert.exchange import at_experts, output_of, run_each, swap_chunks
 from launcher.parallel.expert.gating import GateOptions, Routing, jittered, route
-from launcher.parallel.expert.share import ExpertShare, keep_share, local_experts, share_of
+from launcher.parallel.expert.placement import ExpertPlacement, local_experts, placement_of, set_placement
 from launcher.sharding.mesh import MeshSizes
 from launcher.zero.marks import mark_expert
 
@@ -28,7 +28,7 @@ _POLICIES = (None, "None", "Jitter", "RSample")
 
 
 class MoE(nn.Module):
-    """A layer whose experts are spread over `ep_size` neighbouring ranks, each with `num_experts / ep_size` of them.
+    """A layer whose experts are sharded over `ep_size` neighbouring ranks, each with `num_experts / ep_size` of them.
 
     Every rank must build it, in the same order, and every rank's forward must run: tokens travel between the ranks.
     Rajbhandari et al., "DeepSpeed-MoE", https://arxiv.org/abs/2201.05596; with `use_residual` section 4.1 of it.
@@ -79,8 +79,8 @@ class MoE(nn.Module):
             use_rts,
             top2_2nd_expert_sampling,
         )
-        share = ExpertShare(_group_of_experts(ep_size), num_experts)
-        self.deepspeed_moe = MOELayer(TopKGate(hidden_size, num_experts, options), Experts(expert, share))
+        placement = ExpertPlacement(_group_of_experts(ep_size), num_experts)
+        self.deepspeed_moe = MOELayer(TopKGate(hidden_size, num_experts, options), Experts(expert, placement))
         if use_residual:
             self.mlp = expert
             self.coefficient = nn.Linear(hidden_size, 2)
@@ -125,9 +125,9 @@ class ExpertList(nn.ModuleList):
 
     @property
     def _own(self) -> list[nn.Module]:
-        share = share_of(self)
+        placement = placement_of(self)
         modules: Any = self._modules
-        return [modules[str(number)] for number in (share.local if share is not None else range(len(modules)))]
+        return [modules[str(number)] for number in (placement.local if placement is not None else range(len(modules)))]
 
     def __len__(self) -> int:
         return len(self._own)
@@ -139,11 +139,11 @@ class ExpertList(nn.ModuleList):
         return nn.ModuleList(self._own[index]) if isinstance(index, slice) else self._own[index]
 
     def __setitem__(self, index: int, module: nn.Module) -> None:
-        share = share_of(self)
-        assert share is not None
+        placement = placement_of(self)
+        assert placement is not None
         for param in module.parameters():
-            mark_expert(param, share.group.world_size)  # or it would be averaged over all ranks
-        setattr(self, str(share.local[index]), module)
+            mark_expert(param, placement.group.world_size)  # or it would be averaged over all ranks
+        setattr(self, str(placement.local[index]), module)
 
     def append(self, module: nn.Module) -> NoReturn:
         raise _fixed_number()
@@ -158,38 +158,39 @@ class ExpertList(nn.ModuleList):
         raise _fixed_number()
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *others: Any) -> None:
-        share = share_of(self)
+        placement = placement_of(self)
         names = {key: key.removeprefix(prefix).split(".", 1) for key in state_dict if key.startswith(prefix)}
-        if share is not None and {parts[0] for parts in names.values()} == set(map(str, range(share.num_local))):
+        places = {parts[0] for parts in names.values()}
+        if placement is not None and places == set(map(str, range(placement.num_local))):
             values = {key: state_dict.pop(key) for key in names}
             for key, (place, name) in names.items():
-                state_dict[f"{prefix}{share.local[int(place)]}.{name}"] = values[key]
+                state_dict[f"{prefix}{placement.local[int(place)]}.{name}"] = values[key]
         super()._load_from_state_dict(state_dict, prefix, *others)
 
 
 class Experts(nn.Module):
     """The experts of a layer. Each rank has its own under their numbers in the whole layer, and None for the others."""
 
-    def __init__(self, expert: nn.Module, share: ExpertShare) -> None:
+    def __init__(self, expert: nn.Module, placement: ExpertPlacement) -> None:
         super().__init__()
-        self.num_local_experts = share.num_local
+        self.num_local_experts = placement.num_local
         self.deepspeed_experts = ExpertList()
         modules: dict[str, Any] = self.deepspeed_experts._modules  # torch's annotation leaves None out
         without_values = copy.deepcopy(expert).to("meta")
-        for number in range(share.num_experts):
-            is_own = number in share.local
+        for number in range(placement.num_experts):
+            is_own = number in placement.local
             copied = copy.deepcopy(expert if is_own else without_values)
             if not is_own:
-                share.absent[number] = copied
+                placement.remote[number] = copied
             modules[str(number)] = copied if is_own else None
         for param in self.deepspeed_experts.parameters():
-            mark_expert(param, share.group.world_size)
-        keep_share(self.deepspeed_experts, share)
+            mark_expert(param, placement.group.world_size)
+        set_placement(self.deepspeed_experts, placement)
 
     @property
-    def share(self) -> ExpertShare:
-        """How they are spread."""
-        found = share_of(self.deepspeed_experts)
+    def placement(self) -> ExpertPlacement:
+        """How they are sharded."""
+        found = placement_of(self.deepspeed_experts)
         assert found is not None
         return found
 
@@ -210,10 +211,10 @@ class MOELayer(nn.Module):
     def forward(self, x: Tensor, used_token: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """See `MoE.forward`."""
         tokens = x.reshape(-1, x.shape[-1])
-        options, share, capacity = self.gate.options, self.experts.share, None
+        options, placement, capacity = self.gate.options, self.experts.placement, None
         if options.drop_tokens:
-            num_tokens = _largest(share.group, len(tokens))  # or ranks with fewer would send smaller chunks
-            capacity = options.capacity(num_tokens, share.num_experts, is_training=self.training)
+            num_tokens = _largest(placement.group, len(tokens))  # or ranks with fewer would send smaller chunks
+            capacity = options.capacity(num_tokens, placement.num_experts, is_training=self.training)
         routing: Routing = self.gate(tokens, used_token, capacity=capacity)
         if capacity is not None:
             output = self._with_capacity(tokens, routing, capacity)
@@ -222,29 +223,30 @@ class MOELayer(nn.Module):
         return output.view(x.shape), routing.balance_loss, routing.counts
 
     def _without_drops(self, x: Tensor, routing: Routing) -> Tensor:
-        share = self.experts.share
+        placement = self.experts.placement
         trains = any(param.requires_grad for param in self.experts.parameters())
 
         def run(rows: Tensor, _: Tensor, sizes: Sequence[int], weights: Tensor) -> Tensor:
             outputs: Tensor = self.experts(rows, sizes)
             return outputs * weights[:, None]
 
-        return at_experts(x, routing.experts, routing.weights, share, run, trains=trains)
+        return at_experts(x, routing.experts, routing.weights, placement, run, trains=trains)
 
     def _with_capacity(self, x: Tensor, routing: Routing, capacity: int) -> Tensor:
         """Send every expert `capacity` places, filled or not: all sizes are known."""
-        share, width = self.experts.share, x.shape[-1]
-        num_places = share.num_experts * capacity
+        placement, width = self.experts.placement, x.shape[-1]
+        num_places = placement.num_experts * capacity
         # The last place is one more, for what is dropped.
         place = torch.where(routing.experts >= 0, routing.experts * capacity + routing.places, num_places)
         token = torch.arange(len(x), device=x.device)[:, None].expand_as(place)
         token_at = place.new_full((num_places + 1,), len(x)).scatter_(0, place.reshape(-1), token.reshape(-1))
         filled = torch.cat([x, x.new_zeros(1, width)])[token_at[:-1]]
-        received = swap_chunks(filled, share.group).view(share.group.world_size, share.num_local, capacity, width)
+        num_ranks, num_local = placement.group.world_size, placement.num_local
+        received = swap_chunks(filled, placement.group).view(num_ranks, num_local, capacity, width)
         rows = received.transpose(0, 1).reshape(-1, width)  # expert by expert
-        outputs = self.experts(rows, [share.group.world_size * capacity] * share.num_local)
-        outputs = outputs.view(share.num_local, share.group.world_size, capacity, width).transpose(0, 1)
-        returned = swap_chunks(outputs.reshape(num_places, width), share.group)
+        outputs = self.experts(rows, [num_ranks * capacity] * num_local)
+        outputs = outputs.view(num_local, num_ranks, capacity, width).transpose(0, 1)
+        returned = swap_chunks(outputs.reshape(num_places, width), placement.group)
         found = torch.cat([returned, returned.new_zeros(1, width)])[place]  # [tokens, k, width]
         return (found * routing.weights[..., None]).sum(1).to(x.dtype)
 

@@ -1,4 +1,4 @@
-"""The whole state dict of a model whose experts are spread, where a library asks the model itself for it.
+"""The whole state dict of a model whose experts are sharded, where a library asks the model itself for it.
 
 Libraries call `model.state_dict()` on every rank and save what rank 0 gets: Hugging Face's Trainer below stage 3. A
 rank that asks alone gets an error after a while, and no part of the weights under the names of the whole.
@@ -20,12 +20,12 @@ from launcher.base.errors import EngineError
 from launcher.base.timeouts import timeouts
 from launcher.comm.groups import RankGroup
 from launcher.comm.torch_internals import default_store
-from launcher.parallel.expert.share import counterparts, values_of_others
+from launcher.parallel.expert.placement import counterparts, values_of_other_ranks
 from launcher.parallel.tensor.functions import full_values
 from launcher.zero.marks import Mark, is_moe_param, split_of
 from launcher.zero.parameters import unit_params_of
 
-_NUMBERS = itertools.count()  # of models, alike on every rank: they are spread by all of them together
+_NUMBERS = itertools.count()  # of models, alike on every rank: they are sharded by all of them together
 
 
 class _WholeState:
@@ -48,8 +48,8 @@ class _WholeState:
             if is_moe_param(param) and split_of(param) is not None and prefix + name in state:
                 state[prefix + name] = full_values(param, self._group).cpu()
         for own in counterparts(model):
-            values = values_of_others(own.tensor, own.share)
-            if prefix + own.names[own.share.group.rank] in state:
+            values = values_of_other_ranks(own.tensor, own.placement)
+            if prefix + own.names[own.placement.group.rank] in state:
                 state.update({prefix + name: value.cpu() for name, value in zip(own.names, values, strict=True)})
 
     def _meet(self) -> None:
@@ -65,7 +65,7 @@ class _WholeState:
             with contextlib.suppress(RuntimeError):
                 store.delete_key(keys[self._group.rank])
             raise EngineError(
-                "the model's experts are spread over ranks, and not all of them asked for its state dict",
+                "the model's experts are sharded over ranks, and not all of them asked for its state dict",
                 hint="call engine.state_dict(), engine.save_16bit_model() or model.state_dict() on every rank",
             ) from None
         # All ranks are past the call before this one: they have called this one.

@@ -197,7 +197,7 @@ def plain(kind: str, num_ranks: int, num_steps: int, accumulation: int = 1) -> t
 
 
 def config(stage: int, ep_size: int, **others: Any) -> dict[str, Any]:
-    """Return an engine config. ep_size: 0 for models whose layers are spread already."""
+    """Return an engine config. ep_size: 0 for models whose layers are sharded already."""
     experts = {"expert_parallel": {"enabled": True, "autoep_size": ep_size}} if ep_size else {}
     return {
         "train_micro_batch_size_per_gpu": SAMPLES,

@@ -19,7 +19,13 @@ from launcher.comm.torch_internals import outside_graphs
 from launcher.config.equations import divisors
 from launcher.config.schema_parallel import ExpertParallel
 from launcher.parallel.expert.exchange import at_experts, run_each, untouched
-from launcher.parallel.expert.share import ExpertShare, keep_share, local_experts, share_of, spread_containers
+from launcher.parallel.expert.placement import (
+    ExpertPlacement,
+    local_experts,
+    placement_of,
+    set_placement,
+    sharded_containers,
+)
 from launcher.sharding.layout import TensorSplit
 from launcher.zero.marks import mark_expert, mark_split, slice_of
 from launcher.zero.parameters import unit_params_of
@@ -31,10 +37,10 @@ from launcher.zero.parameters import unit_params_of
 
 
 def _at_ranks(x: Tensor, chosen: Tensor, weights: Tensor, experts: nn.Module, run: Callable[..., Tensor]) -> Tensor:
-    share = share_of(experts)
-    assert share is not None
+    placement = placement_of(experts)
+    assert placement is not None
     trains = any(param.requires_grad for param in experts.parameters())
-    return at_experts(x, chosen, weights, share, run, trains=trains)
+    return at_experts(x, chosen, weights, placement, run, trains=trains)
 
 
 # ---- stacked experts: transformers 5 ----
@@ -108,7 +114,7 @@ def _with_shared_expert(block: Any, x: Tensor) -> tuple[Tensor, Tensor]:
     return output + F.sigmoid(block.shared_expert_gate(x)) * block.shared_expert(x), logits
 
 
-# Class of transformers 4 -> its forward with spread experts.
+# Class of transformers 4 -> its forward with sharded experts.
 _FORWARDS: dict[str, Callable[[Any, Tensor], tuple[Tensor, Tensor]]] = {
     "MixtralSparseMoeBlock": _mixtral,
     "OlmoeSparseMoeBlock": _plain,
@@ -156,7 +162,7 @@ _WHERE = "expert_parallel"
 
 @dataclass(frozen=True)
 class ExpertReport:
-    """What was spread."""
+    """What was sharded."""
 
     num_layers: int
     num_experts: int  # of the largest layer
@@ -184,15 +190,15 @@ class _Mixture:
 
 
 @torch.no_grad()
-def spread_experts(model: nn.Module, mesh: ParallelMesh, settings: ExpertParallel) -> ExpertReport:
+def shard_experts(model: nn.Module, mesh: ParallelMesh, settings: ExpertParallel) -> ExpertReport:
     """Have each rank keep its part of the experts of every mixture, with rank 0's values, in place.
 
-    Parameters that stay are the same objects. A model that is spread over as many ranks stays as it is. Every rank of
+    Parameters that stay are the same objects. A model that is sharded over as many ranks stays as it is. Every rank of
     the data axis must call it. Raises: EngineError before anything is changed.
     """
     group = mesh.expert
     assert group is not None
-    before = spread_containers(model)
+    before = sharded_containers(model)
     found = [] if before else _mixtures(model, settings)
     for mixture in found:
         _check(mixture, group.world_size)
@@ -205,8 +211,8 @@ def spread_experts(model: nn.Module, mesh: ParallelMesh, settings: ExpertParalle
         changed = mixture.block or mixture.experts
         kind: Any = type(changed)  # mypy takes a class for what its instances are, which need not be hashable
         changed.__class__ = stacked_class(kind) if mixture.block is None else listed_class(kind)
-    shares = [share for _, share in spread_containers(model).values()]
-    return ExpertReport(len(shares), max(share.num_experts for share in shares), group.world_size, frozenset(gone))
+    num_experts = [placement.num_experts for _, placement in sharded_containers(model).values()]
+    return ExpertReport(len(num_experts), max(num_experts), group.world_size, frozenset(gone))
 
 
 def _mixtures(model: nn.Module, settings: ExpertParallel) -> list[_Mixture]:
@@ -218,7 +224,7 @@ def _mixtures(model: nn.Module, settings: ExpertParallel) -> list[_Mixture]:
         if others:
             kind = type(modules[others[0].rpartition(".")[0]]).__name__
             raise EngineError(
-                f"the experts of {kind} cannot be spread: how it runs them is not known",
+                f"the experts of {kind} cannot be sharded: how it runs them is not known",
                 where=others[0],
                 hint="build the layer with launcher.moe.MoE, or leave expert_parallel out: every rank has all experts"
                 " then",
@@ -266,7 +272,7 @@ def _check(mixture: _Mixture, num_ranks: int) -> None:
     for name, param in mixture.experts.named_parameters():
         if unit_params_of(param) is not None:
             raise EngineError(
-                "the parameter is sharded by zero.Init already: experts are spread first",
+                "the parameter is sharded by zero.Init already: experts are sharded first",
                 where=f"{mixture.name}.{name}",
                 hint="make the model outside of zero.Init, or without expert_parallel",
             )
@@ -288,14 +294,14 @@ def _of_rank_0(param: nn.Parameter, mesh: ParallelMesh) -> Tensor:
 def _keep_own_of_list(mixture: _Mixture, mesh: ParallelMesh) -> set[nn.Parameter]:
     """Keep the experts of this rank in a list; return the parameters of the others, which have no memory then."""
     assert mesh.expert is not None
-    share = ExpertShare(mesh.expert, mixture.num_experts)
+    placement = ExpertPlacement(mesh.expert, mixture.num_experts)
     gone: set[nn.Parameter] = set()
     for key, expert in list(mixture.experts._modules.items()):
         assert expert is not None
-        is_own = int(key) in share.local
+        is_own = int(key) in placement.local
         params = list(expert.parameters())
         if not is_own:
-            share.absent[int(key)] = expert.to("meta")  # with other parameters
+            placement.remote[int(key)] = expert.to("meta")  # with other parameters
             mixture.experts._modules[key] = None
             gone.update(params)
         for param in params:
@@ -306,7 +312,7 @@ def _keep_own_of_list(mixture: _Mixture, mesh: ParallelMesh) -> set[nn.Parameter
             else:
                 param.data = whole.new_empty(0)
                 param.grad = None
-    keep_share(mixture.experts, share)
+    set_placement(mixture.experts, placement)
     return gone
 
 
@@ -320,7 +326,7 @@ def _keep_own_of_stack(mixture: _Mixture, mesh: ParallelMesh) -> None:
         param.grad = None
         mark_split(param, split)
         mark_expert(param, group.world_size)
-    share = ExpertShare(group, mixture.num_experts)
+    placement = ExpertPlacement(group, mixture.num_experts)
     experts: Any = mixture.experts
-    experts.num_experts = share.num_local  # what its own forward counts
-    keep_share(mixture.experts, share)
+    experts.num_experts = placement.num_local  # what its own forward counts
+    set_placement(mixture.experts, placement)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     from launcher.transport.ssh.transport import SshTransport
 
 
-class Reach(Protocol):
-    """How the hosts of a run are reached: `Transports`, or in an allocation `slurm.srun.SrunTransport`."""
+class Transports(Protocol):
+    """How the hosts of a run are reached: `SshTransports`, or in an allocation `slurm.srun.SrunTransport`."""
 
     def prepare(self, hosts: Sequence[Host]) -> None:
         """Learn which hosts the next run uses, before any is opened."""
@@ -45,7 +45,7 @@ class Reach(Protocol):
         ...
 
 
-class Transports:
+class SshTransports:
     """The transport of each host: this machine's own, or for all others one SSH transport of each kind."""
 
     def __init__(

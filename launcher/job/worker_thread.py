@@ -1,7 +1,7 @@
 """A thread that makes calls one after the other, so that whoever asks for one does not wait for it.
 
-Terminals, pagers and disks can stall for as long as they like. What writes to them runs on a lane; what decides about
-ranks never does.
+Terminals, pagers and disks can stall for as long as they like. What writes to them runs on such a thread; what decides
+about ranks never does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _EXPLAIN_AFTER_S = 2.0
 
 
 class Answer(Generic[_T]):
-    """What a call on a lane returns, once it is done."""
+    """What a call on a `WorkerThread` returns, once it is done."""
 
     def __init__(self, call: Callable[[], _T]) -> None:
         self._call = call
@@ -32,7 +32,7 @@ class Answer(Generic[_T]):
         self.done = threading.Event()
 
     def make(self) -> None:
-        """Make the call. On the lane's thread."""
+        """Make the call. On the worker thread."""
         try:
             self._value.append(self._call())
         except Exception as error:  # noqa: BLE001  # raised by `get`, where a caller can act on it
@@ -46,7 +46,7 @@ class Answer(Generic[_T]):
         return self._value[0]
 
 
-class Lane:
+class WorkerThread:
     """Makes calls in the order they were put, on a daemon thread. Any thread may put."""
 
     def __init__(self, name: str, tick: Callable[[], object] | None = None) -> None:
@@ -82,17 +82,17 @@ class Lane:
     def wait(
         self,
         done: threading.Event,
-        is_to_leave: Callable[[], bool],
+        is_cancelled: Callable[[], bool],
         on_waiting: Callable[[], object],
         limit_s: float = math.inf,
     ) -> bool:
         """Wait for a call to be done. False when it is not to be waited for, or one call has taken `limit_s`.
 
-        is_to_leave: asked ten times a second. on_waiting: called once, after 2 s.
+        is_cancelled: asked ten times a second. on_waiting: called once, after 2 s.
         """
         explain_at_s = time.monotonic() + _EXPLAIN_AFTER_S
         while not done.wait(_POLL_S):
-            if is_to_leave() or self.stalled_s > limit_s:
+            if is_cancelled() or self.stalled_s > limit_s:
                 return False
             if time.monotonic() > explain_at_s:
                 explain_at_s = math.inf

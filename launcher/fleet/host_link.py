@@ -40,21 +40,21 @@ Event = Message | Connected | HostEnded
 Emit = Callable[[Event], object]
 
 
-class Turns:
+class ConnectSlots:
     """Lets a limited number of hosts be connected at a time.
 
     Connecting is work for this process, waiting for a host that does not answer is none: after a second a host gives
-    its turn to another, so that many dead hosts cost little more than one.
+    its slot to another, so that many dead hosts cost little more than one.
     """
 
     def __init__(self, limit: int) -> None:
         self._free = threading.Semaphore(limit)
         self._lock = threading.Lock()
-        self._since_s: dict[object, float] = {}  # of those that hold a turn
+        self._since_s: dict[object, float] = {}  # of those that hold a slot
 
     @contextlib.contextmanager
-    def turn(self) -> Iterator[None]:
-        """Wait for a turn, and hold it."""
+    def take(self) -> Iterator[None]:
+        """Wait for a slot, and hold it."""
         self._free.acquire()
         key = object()
         with self._lock:
@@ -65,7 +65,7 @@ class Turns:
             self._give_back([key])
 
     def free_slow(self) -> None:
-        """Take the turns of those that only wait. Called a few times a second."""
+        """Take the slots of those that only wait. Called a few times a second."""
         slow_s = time.monotonic() - _SLOW_AFTER_S
         with self._lock:
             slow = [key for key, since_s in self._since_s.items() if since_s < slow_s]
@@ -78,7 +78,7 @@ class Turns:
             self._free.release()
 
 
-class Member(ABC):
+class HostLink(ABC):
     """One host. Subclasses know what runs at the far end; the fields are for the main thread to read."""
 
     def __init__(self, host: Host) -> None:
@@ -91,7 +91,7 @@ class Member(ABC):
         self.last_heard_s = 0.0  # monotonic; as long as its thread does not read, it is now
         self.exited_cleanly = False  # the far end has said that nothing is left there
         self.ended = False  # set by the fleet, which passes on no event from then on
-        self.slots = threading.Semaphore(_MAX_UNHANDLED)  # for events that are not handled yet
+        self.unhandled = threading.Semaphore(_MAX_UNHANDLED)  # for events that are not handled yet
         self._lock = threading.Lock()
         self._cancelled = threading.Event()
 
@@ -116,20 +116,20 @@ class Member(ABC):
     def hang_up(self) -> None:
         """Send nothing more: where agents run, the end of their stdin makes them leave."""
 
-    def serve(self, transport_for: Callable[[Host], Transport], turns: Turns, emit: Emit) -> None:
+    def serve(self, transport_for: Callable[[Host], Transport], slots: ConnectSlots, emit: Emit) -> None:
         """Connect, and follow the host to its end. On the host's own thread."""
         error: Exception | None = None
         try:
-            channel = self.open(transport_for, turns)
+            channel = self.open(transport_for, slots)
             emit(Connected())
             self.follow(channel, emit)
         except Exception as caught:  # noqa: BLE001  # the main thread judges it
             error = caught
         emit(HostEnded(error))
 
-    def open(self, transport_for: Callable[[Host], Transport], turns: Turns) -> Channel:
+    def open(self, transport_for: Callable[[Host], Transport], slots: ConnectSlots) -> Channel:
         """Open the channel. Blocking. Raises: TransportError, also when it was cancelled meanwhile."""
-        with turns.turn():
+        with slots.take():
             if self._cancelled.is_set():
                 raise TransportError(NEVER_CONNECTED, where=self.name)
             self.start_s = time.monotonic()

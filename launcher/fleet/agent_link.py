@@ -33,7 +33,7 @@ from launcher.agent.wire import (
 from launcher.base.errors import LauncherError, ProtocolError, TransportError
 from launcher.base.fields import MAX_PORT
 from launcher.cluster.cluster import Host
-from launcher.fleet.member import READ_BYTES, Emit, Member
+from launcher.fleet.host_link import READ_BYTES, Emit, HostLink
 from launcher.transport.api import Channel, Shared
 from launcher.transport.diagnose import start_failure
 
@@ -173,7 +173,7 @@ class Sender:
             return encode(Ping())
 
 
-class Agent(Member):
+class AgentLink(HostLink):
     """One host whose channel leads to an agent. Subclasses take the output of its ranks."""
 
     def __init__(
