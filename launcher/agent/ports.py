@@ -18,7 +18,10 @@ import socket
 import sys
 import threading
 import time
-from typing import Any
+
+TYPE_CHECKING = False
+if TYPE_CHECKING:
+    from typing import Any
 
 UNRESOLVED = "the name cannot be resolved"
 _LIFE_S = 300.0  # an end of its own, should nobody end it

@@ -40,7 +40,7 @@ COMET_NAMES = ("api_key", "project", "workspace", "experiment_key", "mode", "onl
 READ_ELSEWHERE = {
     "dump_state": ("engine/announce.py", "if parts.settings.dump_state:"),
     "tf32": ("engine/build.py", "set_tf32(settings.tf32)"),
-    "zero_force_ds_cpu_optimizer": ("engine/build.py", "settings.zero_force_ds_cpu_optimizer"),
+    "zero_force_ds_cpu_optimizer": ("engine/optimizer_plan.py", "settings.zero_force_ds_cpu_optimizer"),
     "data_types.param_dtype": ("config/rules.py", "given = config.data_types.param_dtype"),
     **{f"comet.{name}": ("monitor/curves.py", f'"{name}"') for name in COMET_NAMES},
     **{f"elasticity.{name}": ("config/elastic.py", name) for name in ElasticRules.__dataclass_fields__},

@@ -486,7 +486,7 @@ def _phases(rank: int, world_size: int) -> tuple[list[str], int | None]:
 
         for owner, name in ((Engine, "begin_in_folder"), (Checkpoints, "save"), (Checkpoints, "load")):
             stack.enter_context(mock.patch.object(owner, name, lambda *_, name=name, **__: note(name)))
-        progress.tell(phase="")
+        progress.update_progress(phase="")
         schedule = {"type": "WarmupDecayLR", "params": {"total_num_steps": 7, "warmup_num_steps": 1}}
         engine = alone(scheduler=schedule)
         note("engine")

@@ -121,7 +121,7 @@ class HeldKernel(ReferenceKernel):
 def held_kernel() -> Iterator[HeldKernel]:
     """Have engines made within this block update by a kernel that is held."""
     kernel = HeldKernel()
-    with mock.patch("launcher.engine.build.kernel_for", return_value=kernel), late_link():
+    with mock.patch("launcher.engine.optimizer_plan.kernel_for", return_value=kernel), late_link():
         yield kernel
 
 

@@ -262,7 +262,7 @@ def test_host_memory_does_not_grow_with_the_number_of_layers(tmp_path: Path, wor
 def test_without_the_kernel_library_units_still_come_in_one_by_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("launcher.engine.build.kernel_for", lambda _kind: None)
+    monkeypatch.setattr("launcher.engine.optimizer_plan.kernel_for", lambda _kind: None)
     assert max(_peaks(0, 1, 16, str(tmp_path))) <= 3 * 4 * 64 * 64 * 4
 
 

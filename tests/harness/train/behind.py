@@ -29,7 +29,7 @@ def runs_behind_host(kernel: Kernel | str | None = "the host's own") -> Iterator
     with contextlib.ExitStack() as stack:
         stack.enter_context(mock.patch.object(DeviceRuntime, "is_async_device", True))
         if not isinstance(kernel, str):
-            for user in ("launcher.engine.build", "launcher.zero.owned_gradient"):
+            for user in ("launcher.engine.optimizer_plan", "launcher.zero.owned_gradient"):
                 stack.enter_context(mock.patch(f"{user}.kernel_for", return_value=kernel))
         yield
 

@@ -139,7 +139,7 @@ class Recorder:
             wait(params)
 
         with (
-            mock.patch("launcher.engine.build.kernel_for", return_value=Kernel()),
+            mock.patch("launcher.engine.optimizer_plan.kernel_for", return_value=Kernel()),
             mock.patch.object(HostDeviceCopier, "copy", recorded_copy),
             mock.patch.object(UnitParameters, "wait", recorded_wait),
         ):

@@ -442,7 +442,7 @@ def reference_kernels(model: StreamModel | None = None) -> Iterator[None]:
                 super().update(spans, grad_scale)
 
     with (
-        mock.patch("launcher.engine.build.kernel_for", return_value=Kernel()),
+        mock.patch("launcher.engine.optimizer_plan.kernel_for", return_value=Kernel()),
         mock.patch("launcher.zero.owned_gradient.kernel_for", return_value=Kernel()),
     ):
         yield
