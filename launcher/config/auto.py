@@ -149,7 +149,9 @@ class _Resolution:
         for name in type(section).model_fields:
             value, key = getattr(section, name), f"{path}{name}"
             if isinstance(value, Section):
-                changed[name] = self.section(value, f"{key}.")
+                resolved = self.section(value, f"{key}.")
+                if resolved is not value:
+                    changed[name] = resolved
             elif is_list_of_sections(type(section), name):
                 changed[name] = [self.section(item, f"{key}[{at}].") for at, item in enumerate(value)]
             elif name == "params" and isinstance(value, dict):
@@ -158,7 +160,7 @@ class _Resolution:
                 changed[name] = {part: self._value(kind, part, item, f"{key}.{part}") for part, item in value.items()}
             elif value == AUTO:
                 changed[name] = self._value(type(section), name, value, key)
-        return section.model_copy(update=changed)
+        return section.model_copy(update=changed) if changed else section
 
     def _value(self, section: type[Section], name: str, value: Any, key: str) -> Any:
         field = section.model_fields[name]

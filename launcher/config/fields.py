@@ -6,6 +6,7 @@ WORKS (the default), AT_STAGE_3, WITH_NVME, `old_name_of(key)`, `inert(why)`, or
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -113,6 +114,7 @@ class Section(BaseModel):
     switch: ClassVar[tuple[str, Any] | None] = None  # key and value that turn the whole section off
 
 
+@functools.cache
 def status_of(section: type[Section], name: str) -> Status:
     """Return the status of one key of a section."""
     extra = section.model_fields[name].json_schema_extra
@@ -120,6 +122,7 @@ def status_of(section: type[Section], name: str) -> Status:
     return own if isinstance(own, Status) else section.status
 
 
+@functools.cache
 def section_of(parent: type[Section], name: str) -> type[Section] | None:
     """Return the section class of a key, None when it holds a plain value."""
     field = parent.model_fields[name]
@@ -130,11 +133,13 @@ def section_of(parent: type[Section], name: str) -> type[Section] | None:
     return None
 
 
+@functools.cache
 def is_list_of_sections(parent: type[Section], name: str) -> bool:
     """Whether a key holds a list of sections of the class that `section_of` returns."""
     return get_origin(parent.model_fields[name].annotation) is list and section_of(parent, name) is not None
 
 
+@functools.cache
 def is_rounded(section: type[Section], name: str) -> bool:
     """Whether a key counts elements: formulas give them, and what they leave of a fraction is rounded."""
     return _Rounded in section.model_fields[name].metadata
