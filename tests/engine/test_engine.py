@@ -458,7 +458,7 @@ def _recorded() -> Iterator[int]:
             os.close(record)
 
 
-def _told(rank: int, world_size: int) -> progress.Told:
+def _told(rank: int, world_size: int) -> progress.RankProgress:
     with _recorded() as record:
         accumulating = {"train_micro_batch_size_per_gpu": SAMPLES, "gradient_accumulation_steps": 2}
         engine = alone(**accumulating, steps_per_print=2)
