@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -48,6 +49,7 @@ def test_nothing_of_an_agent_is_left_and_it_removes_what_a_killed_one_has_left(
         young = place / "launch-agent-a-b-0000-1"
         young.mkdir()
         (young / "lock").touch()
+        os.utime(young, (time.time() + 86_400.0,) * 2)  # young to the end, however slow this machine is
         last = Agent()
         with last.process:
             last.send(spawn(passes))
