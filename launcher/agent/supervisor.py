@@ -93,7 +93,7 @@ class Supervisor:
         self._wake_read, self._wake_write = os.pipe()
 
     def run(self) -> None:
-        """Serve commands until the ranks are gone and the controller has been told."""
+        """Serve commands until the ranks are gone and everything is sent."""
         os.set_blocking(self._outbox.descriptor, False)
         os.set_blocking(self._wake_write, False)
         os.set_blocking(self._wake_read, False)

@@ -18,7 +18,7 @@ from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.mesh import ParallelMesh, build_mesh, leave_in_order
 from launcher.comm.torch_internals import without_dynamo
 from launcher.config.auto import AutoFacts, resolve_auto
-from launcher.config.equations import BatchPlan, mesh_sizes, solve_batch
+from launcher.config.equations import mesh_sizes, solve_batch
 from launcher.config.load import load_config
 from launcher.config.policies import Place, ZeroPolicy, zero_policy
 from launcher.config.schema import Config
@@ -47,7 +47,6 @@ from launcher.optim.scaling import LossScaler, LossScaleRules
 from launcher.optim.schedules import schedule_from_client, schedule_from_config
 from launcher.parallel.pipeline.divide import requested_stages
 from launcher.parallel.pipeline.stages import StagedModel
-from launcher.sharding.mesh import MeshSizes
 from launcher.zero.hooks import install_hooks
 from launcher.zero.order import CollectiveOrder
 from launcher.zero.partition import build_units
@@ -112,7 +111,13 @@ def initialize(
     settings, choices = resolve_auto(loaded.config, facts)
     if settings.log_level is not None:
         get_logger().setLevel(settings.log_level.upper())
-    batch = _batch(settings, sizes)
+    batch = solve_batch(
+        settings.train_batch_size,
+        settings.train_micro_batch_size_per_gpu,
+        settings.gradient_accumulation_steps,
+        sizes.data,
+        sizes.model_size,
+    )
     policy = zero_policy(settings, sizes.num_replicas)
     check_types(model, TORCH_DTYPES[policy.precision.param])
     mesh = build_mesh(world, sizes, shard_size=policy.mesh.shard_size, node_size=policy.mesh.node_size)
@@ -146,9 +151,17 @@ def initialize(
     # What runs them.
     scheduler = _scheduler(settings, lr_scheduler, built.optimizer)
     loader = None
-    if training_data is not None:  # that of a pipeline is read in order, as by DeepSpeed
-        shuffle = not is_list_of_layers
-        loader = _loader(training_data, collate_fn, settings, batch, mesh, shuffle=shuffle)
+    if training_data is not None:
+        loader = build_loader(
+            training_data,
+            batch_size=batch.micro_batch_size,
+            rank=mesh.sample_rank,
+            world_size=mesh.sizes.data,
+            collate_fn=collate_fn,
+            drop_last=settings.dataloader_drop_last,
+            shuffle=not is_list_of_layers,  # the data of a pipeline are read in order, as by DeepSpeed
+            pin_memory=mesh.world.device.type != "cpu",
+        )
     parts = EngineParts(mesh, policy, built, scheduler, batch, settings, loaded.raw, loader, casting, sequence)
     announce_disks(disks)
     if world.rank == 0:
@@ -179,37 +192,6 @@ def _prepare_device(settings: Config, group: RankGroup) -> None:
         set_tf32(settings.tf32)
     elif group.device.type == "cpu":
         keep_freed_memory()
-
-
-def _batch(settings: Config, sizes: MeshSizes) -> BatchPlan:
-    return solve_batch(
-        settings.train_batch_size,
-        settings.train_micro_batch_size_per_gpu,
-        settings.gradient_accumulation_steps,
-        sizes.data,
-        sizes.model_size,
-    )
-
-
-def _loader(
-    data: Dataset[Any],
-    collate_fn: Callable[[list[Any]], Any] | None,
-    settings: Config,
-    batch: BatchPlan,
-    mesh: ParallelMesh,
-    *,
-    shuffle: bool,
-) -> DistributedLoader:
-    return build_loader(
-        data,
-        batch_size=batch.micro_batch_size,
-        rank=mesh.sample_rank,
-        world_size=mesh.sizes.data,
-        collate_fn=collate_fn,
-        drop_last=settings.dataloader_drop_last,
-        shuffle=shuffle,
-        pin_memory=mesh.world.device.type != "cpu",
-    )
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:

@@ -33,7 +33,7 @@ class Rank:
     was_stopped: bool = False  # it ended after the order to
     wrote_s: float = 0.0  # when its last output came
     num_heartbeats: int = 0
-    phase: str = STARTING  # what it is doing, as it has told
+    phase: str = STARTING  # what it is doing, as it has reported
     raised_s: float | None = None  # since when it has been on its way out with an exception
     has_traceback: bool = False  # its traceback is in its log
     stack: str | None = None  # its answer to the last request for stacks
