@@ -18,7 +18,7 @@ from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.mesh import ParallelMesh, build_mesh, leave_in_order
 from launcher.comm.torch_internals import without_dynamo
 from launcher.config.auto import AutoFacts, resolve_auto
-from launcher.config.equations import mesh_sizes, solve_batch
+from launcher.config.equations import BatchPlan, mesh_sizes, solve_batch
 from launcher.config.load import load_config
 from launcher.config.policies import Place, ZeroPolicy, zero_policy
 from launcher.config.schema import Config
@@ -47,6 +47,7 @@ from launcher.optim.scaling import LossScaler, LossScaleRules
 from launcher.optim.schedules import schedule_from_client, schedule_from_config
 from launcher.parallel.pipeline.divide import requested_stages
 from launcher.parallel.pipeline.stages import StagedModel
+from launcher.sharding.mesh import MeshSizes
 from launcher.zero.hooks import install_hooks
 from launcher.zero.order import CollectiveOrder
 from launcher.zero.partition import build_units
@@ -111,13 +112,7 @@ def initialize(
     settings, choices = resolve_auto(loaded.config, facts)
     if settings.log_level is not None:
         get_logger().setLevel(settings.log_level.upper())
-    batch = solve_batch(
-        settings.train_batch_size,
-        settings.train_micro_batch_size_per_gpu,
-        settings.gradient_accumulation_steps,
-        sizes.data,
-        sizes.model_size,
-    )
+    batch = _batch(settings, sizes)
     policy = zero_policy(settings, sizes.num_replicas)
     check_types(model, TORCH_DTYPES[policy.precision.param])
     mesh = build_mesh(world, sizes, shard_size=policy.mesh.shard_size, node_size=policy.mesh.node_size)
@@ -192,6 +187,16 @@ def _prepare_device(settings: Config, group: RankGroup) -> None:
         set_tf32(settings.tf32)
     elif group.device.type == "cpu":
         keep_freed_memory()
+
+
+def _batch(settings: Config, sizes: MeshSizes) -> BatchPlan:
+    return solve_batch(
+        settings.train_batch_size,
+        settings.train_micro_batch_size_per_gpu,
+        settings.gradient_accumulation_steps,
+        sizes.data,
+        sizes.model_size,
+    )
 
 
 def _config_source(args: Any, config: Any, config_params: Any) -> Any:
