@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 _MAX_TRACEBACK_CHARS = 64_000
 _RANK_PID = os.getpid()
 _PACKAGE = os.path.dirname(__file__)
-_OWN_FILES = (__file__, os.path.join(_PACKAGE, "start.py"), os.path.join(_PACKAGE, "api", "rank.py"))
+_OWN_FILES = (__file__, *(os.path.join(_PACKAGE, path) for path in ("start.py", "api/rank.py", "rehearse/main.py")))
 _CHANGES_FILE = os.path.join(_PACKAGE, "compat", "changes.py")
 _RUNPY_FILES = ("<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126
@@ -67,17 +67,13 @@ def main() -> None:
             _run_module(target)
         else:
             _forget_this_package()
-            if kind == "module":
-                _put_first_on_path(os.getcwd())
-                _run_module(target)
-            else:
-                _run_script(target)
+            run_target(kind, target)
     except SystemExit as error:
         if _exit_code(error) != 0:
             _leave_record(error, None)
         raise
     except BaseException as error:  # noqa: BLE001  # whatever ends a rank must leave a record
-        trace = _user_traceback(error)
+        trace = user_traceback(error)
         sys.last_value = error  # as `python train.py` sets it: exit handlers can tell a failure from a normal end
         is_recorded = _leave_record(error, trace)
         if not is_recorded or sys.excepthook is not sys.__excepthook__:
@@ -86,6 +82,15 @@ def main() -> None:
     finally:
         if os.getpid() == _RANK_PID:  # and no fork of it that has come back here
             update_progress(phase="exiting")  # exit handlers and threads may take long
+
+
+def run_target(kind: str, target: str) -> None:
+    """Run a script or a module as python does. kind: `script` or `module`."""
+    if kind == "module":
+        _put_first_on_path(os.getcwd())
+        _run_module(target)
+    else:
+        _run_script(target)
 
 
 def _forget_this_package() -> None:
@@ -216,7 +221,7 @@ def _refuse_to_stop(*_: object, **__: object) -> NoReturn:
     raise RuntimeError(f"breakpoint(): {_NO_INPUT}")
 
 
-def _user_traceback(error: BaseException) -> TracebackType | None:
+def user_traceback(error: BaseException) -> TracebackType | None:
     """Return the traceback without the launcher's own frames and those of runpy around the user's."""
     trace = error.__traceback__
     while trace is not None and _is_own(trace):

@@ -105,6 +105,11 @@ CPU_KERNEL = EnvVar(
     "C++ optimizer kernels: `AVX-512`, `AVX2`, `SSE2`, `NEON`, or `off`; default the best of this CPU",
     "read",
 )
+REHEARSAL = EnvVar(
+    "LAUNCH_REHEARSAL",
+    "file of the rank that `launch rehearse` runs, and of its result; a script may ask whether it is rehearsed",
+    "set",
+)
 REDUCE_GROUP = EnvVar(
     "LAUNCH_REDUCE_GROUP",
     "communicator of gradient reductions: `own`, or `shared` with gathers; default shared on NCCL, own on gloo",

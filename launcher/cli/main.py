@@ -47,6 +47,7 @@ COMMANDS = {
     "estimate": _Lazy(
         f"{_PACKAGE}.estimate", "estimate", "Show what memory a model needs, and which setting fits.", _ENGINE
     ),
+    "rehearse": _Lazy(f"{_PACKAGE}.rehearse", "rehearse", "Run SCRIPT as ranks of a world that is not there.", _ENGINE),
     "checkpoint": _Lazy(
         f"{_PACKAGE}.checkpoint", "checkpoint_group", "List, verify, remove or convert checkpoints.", _ENGINE
     ),

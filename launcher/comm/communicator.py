@@ -17,7 +17,7 @@ from torch import Tensor
 
 from launcher.comm import observe
 from launcher.comm.device import DeviceRuntime, backend_name
-from launcher.comm.pending import Pending, begin_call, end_call, name_next
+from launcher.comm.pending import Pending, begin_call, current_call, end_call, name_next
 from launcher.kernels.cpu import scaled_copy
 
 # Since torch 2.13 the collectives on one flat buffer have other names, and the old ones warn.
@@ -144,16 +144,26 @@ class Communicator(abc.ABC):
             name_next("")  # nothing is begun
             return None
         begin_call(kind, self.process_group)
+        for listener in observe.listeners:
+            listener.begins()
         return observe.begin(self.device)
 
     def _begun(self, kind: str, tensors: list[Tensor], begun_s: float | None, pending: Pending) -> Pending:
         """Give a collective its name; when calls are measured, wait for it."""
+        if observe.listeners:
+            self._tell(kind, tensors)
         end_call()
         pending.kind = kind
         if begun_s is not None:
             pending.wait()
             observe.end(begun_s, kind, self.world_size, tensors, self.device)
         return pending
+
+    def _tell(self, kind: str, tensors: list[Tensor]) -> None:
+        call = current_call()
+        for listener in observe.listeners:
+            if call is not None and self.process_group is not None:
+                listener.has_begun(kind, self.process_group, tensors, call.what)
 
     # ---- How they are carried out: here what is alike for all backends ----
 

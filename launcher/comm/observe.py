@@ -42,9 +42,22 @@ class Meter(Protocol):
         ...
 
 
+class Listener(Protocol):
+    """Follows what a process begins, and waits for nothing."""
+
+    def begins(self) -> None:
+        """Take note that a collective is about to begin."""
+        ...
+
+    def has_begun(self, kind: str, process_group: dist.ProcessGroup, tensors: list[Tensor], what: str) -> None:
+        """Take note of a collective that has begun. tensors: as of `Call.num_bytes`. what: for messages."""
+        ...
+
+
 WaitSpan = Callable[[str], contextlib.AbstractContextManager[None]]  # kind of collective -> context of the wait
 
 _meters: list[Meter] = []
+listeners: list[Listener] = []  # of this process; empty in a run that nobody follows
 _wait_spans: list[WaitSpan] = []
 _sent = [0]  # bytes so far
 

@@ -90,6 +90,11 @@ def end_call() -> None:
     _issued.current = None
 
 
+def current_call() -> Call | None:
+    """Return the collective that is being begun."""
+    return _issued.current
+
+
 def issued_calls() -> dict[str, Calls]:
     """Return what was begun, by names that are alike on every rank."""
     return dict(_issued.calls)

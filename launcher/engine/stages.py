@@ -63,7 +63,7 @@ def divide_into_stages(model: nn.Module, settings: Config, mesh: ParallelMesh, n
         return None
     pipeline = mesh.pipeline or mesh.world.alone()
     plan = PipelinePlan(pipeline.world_size, section.virtual_stages, section.schedule, num_micro_batches)
-    profiling = Profiling(pipeline.device, on_rank_0=_measured_on_rank_0)
+    profiling = Profiling(pipeline.device, on_rank_0=measured_on_rank_0)
     own_stages, names = plan.stages_of(pipeline.rank), {param: name for name, param in model.named_parameters()}
     staged = stage_model(model, own_stages, plan.num_stages, section, sizes=mesh.sizes, profiling=profiling)
     check_model(staged)
@@ -71,7 +71,7 @@ def divide_into_stages(model: nn.Module, settings: Config, mesh: ParallelMesh, n
     return Staged(staged, plan, names)
 
 
-def _measured_on_rank_0(measure: Callable[[], list[float]]) -> list[float]:
+def measured_on_rank_0(measure: Callable[[], list[float]]) -> list[float]:
     """Return what rank 0 measures, on all ranks. Collective. Raises: EngineError on all ranks where it fails."""
     found: list[Any] = [None, None]
     if dist.get_rank() == 0:

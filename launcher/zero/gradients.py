@@ -189,6 +189,11 @@ class UnitGradients:
         """The same, 1-D [owned], where the optimizer reads it."""
         return self._sum.optimizer_grad
 
+    def buffers(self) -> list[Tensor]:
+        """Return the memory of sums that lasts from step to step."""
+        kept = [self._full, self._sum.grad, self._sum.optimizer_grad]
+        return [each for each in kept if each is not None]
+
     @property
     def swap(self) -> Swapped | None:
         """What of it is on disk between its uses."""

@@ -676,6 +676,10 @@ class UnitParameters:
                 return slot
         return None
 
+    def copies(self) -> list[Tensor]:
+        """Return the memory of its values beside the shard: what backward gathers from, what an optimizer writes."""
+        return [each for each in (self._second, self.copy) if each is not None and each is not self.shard]
+
     def renew_copy(self) -> None:
         """Take over that the master was written from elsewhere: what sits a step out is sent from the copy too."""
         if self.copy is not None and self.copy is not self.shard:

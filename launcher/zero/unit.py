@@ -280,6 +280,17 @@ class FlatUnit:
             if isinstance(value, Tensor) and value.dim() > 0 and name not in self._resident_states
         ]
 
+    def memory(self) -> dict[str, list[Tensor]]:
+        """Return what lasts from step to step, by kind: parameters, gradients, and what the optimizer works on."""
+        params, grads = self.params, self.grads
+        kept = [params.shard] if params.is_sharded else [params.flat]
+        found = {"parameters": [*kept, *params.copies()], "optimizer": self.state_tensors()}
+        if params.master is not params.shard:
+            found["optimizer"].append(params.master)
+        if grads is not None:
+            found["gradients"] = grads.buffers()
+        return found
+
     def optimizer_state(self, name: str) -> Tensor | None:
         """Return a copy of a state of the owned range, 1-D [owned]; zeros where no step was taken. None: nowhere."""
         found = [(shard, torch.as_tensor(shard.state[name])) for shard in self.shards if name in shard.state]

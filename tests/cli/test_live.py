@@ -135,7 +135,9 @@ def test_the_panel_has_a_row_for_each_host(sshd: LoopbackSshd, tmp_path: Path) -
         job.read_until(lambda: len(job.panel) == 4 and all(map(re.fullmatch, rows[1:], job.panel[1:])), "the panel")
         stuck.append(job.panel[3].rpartition(" ")[2])
     assert stuck[-1] == stuck[-2] != job.panel[1].rpartition(" ")[2]
-    assert f"step {stuck[-1]} " in job.panel[0] + " "
+    job.read_until(
+        lambda: f"step {stuck[-1]} " in job.panel[0] + " ", "the headline at the step of the rank that stands"
+    )
     os.kill(rank, signal.SIGKILL)
     assert job.wait() == 137
     assert job.panel == []

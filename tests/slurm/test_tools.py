@@ -23,9 +23,9 @@ def test_a_command_runs_on_every_node_of_the_allocation(allocation: dict[str, st
     command = ["sh", "-c", "echo $SLURMD_NODENAME $((RANK / 2))"]
     result = run_launch(tmp_path, "exec", *command, env=allocation)
     assert result.code == 0, result.err
-    assert result.out == "n1:\nn1 0\nn2:\nn2 0\nn3:\nn3 1\n"
+    assert result.out_of_hosts == {"n1": "n1 0\n", "n2": "n2 0\n", "n3": "n3 1\n"}
     chosen = run_launch(tmp_path, "exec", "--include", "n[2-3]", "echo", "same", env=allocation)
-    assert chosen.out == "n[2-3]:\nsame\n"
+    assert chosen.out_of_hosts == {"n2": "same\n", "n3": "same\n"}
 
 
 def test_every_node_of_the_allocation_is_checked(allocation: dict[str, str], tmp_path: Path) -> None:

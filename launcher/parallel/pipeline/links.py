@@ -196,18 +196,25 @@ class StageTransfers:
                 f"stage {to_stage - 1} returns {len(facts)} tensors",
                 hint="have layers pass on fewer tensors, such as one stacked tensor in place of a list",
             )
-        hosts = self._hosts
-        assert hosts is not None, "a single rank announces nothing"
-        sent = torch.frombuffer(bytearray(text.ljust(_ANNOUNCEMENT_BYTES)), dtype=torch.uint8)
-        hosts.send([sent], self._rank_of(to_stage), 0).wait()
+        self.send_text(text.ljust(_ANNOUNCEMENT_BYTES), to_stage)
 
     def _announced(self, from_stage: int) -> tuple[TensorFacts, ...]:
+        plain = json.loads(self.receive_text(from_stage))
+        return tuple(TensorFacts(tuple(shape), getattr(torch, dtype), needs_grad) for shape, dtype, needs_grad in plain)
+
+    def send_text(self, text: bytes, to_stage: int) -> None:
+        """Send the rank of a stage what it expects to `receive_text`."""
+        hosts = self._hosts
+        assert hosts is not None, "a single rank announces nothing"
+        hosts.send([torch.frombuffer(bytearray(text), dtype=torch.uint8)], self._rank_of(to_stage), 0).wait()
+
+    def receive_text(self, from_stage: int) -> bytes:
+        """Return what the rank of a stage has sent."""
         hosts = self._hosts
         assert hosts is not None, "a single rank announces nothing"
         received = torch.empty(_ANNOUNCEMENT_BYTES, dtype=torch.uint8)
         hosts.recv([received], self._rank_of(from_stage), 0).wait()
-        plain = json.loads(bytes(received.tolist()))
-        return tuple(TensorFacts(tuple(shape), getattr(torch, dtype), needs_grad) for shape, dtype, needs_grad in plain)
+        return received.numpy().tobytes()
 
 
 def _bytes(tensor: Tensor) -> Tensor:

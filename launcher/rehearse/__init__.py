@@ -1,0 +1,1 @@
+"""`launch rehearse`: one rank of a world of any size, in one process, without its devices, its memory and its peers."""
