@@ -100,6 +100,7 @@ SECTIONS = (
     Section("fuzz", "tests/soak/fuzz.py"),
     Section("checkpoint_fuzz", "tests/soak/checkpoint_fuzz.py"),
     Section("memory_table", "memory_table.py"),
+    Section("rehearsal", "rehearsal.py"),
     Section("nvme", "nvme.py --seconds 0.5 --rounds 5"),
     Section("nvme_step", "nvme_step.py --rounds 7"),
     Section("growth", "growth.py"),

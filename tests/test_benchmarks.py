@@ -49,6 +49,7 @@ SHORT = {
     "fuzz": ("--count 130", 0),
     "checkpoint_fuzz": ("--count 270", 0),
     "memory_table": ("--worlds 2 --precisions fp32", 0),
+    "rehearsal": ("--models mlp --worlds 1 --large 1", 0),
     "nvme": ("--size 4MiB --seconds 0.01 --rounds 1", 0),
     "nvme_step": ("--layers 1 --rounds 1", 0),
     "hf_trainer": ("--rounds 1 --models vit --steps 3 --width 64 --engines launch", 0),
@@ -64,7 +65,16 @@ SHORT = {
 # These start many processes that load torch, or wait.
 LONG = {
     *("startup", "fanout", "scale_model", "many_ranks", "fault_matrix", "step_time", "offload_time", "pipeline"),
-    *("growth", "expert_parallel", "sequence_parallel", "onebit", "nvme_step", "parity_table", "memory_table"),
+    *(
+        "growth",
+        "expert_parallel",
+        "sequence_parallel",
+        "onebit",
+        "nvme_step",
+        "parity_table",
+        "memory_table",
+        "rehearsal",
+    ),
     *("to_fp32", "checkpoint_peers", "checkpoint_time", "output", "nvme"),
 }
 # Longer still; and what `make soak-short` runs as programs.

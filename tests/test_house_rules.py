@@ -136,7 +136,7 @@ def test_what_is_noted_on_parameters_and_modules_goes_through_one_file() -> None
 
 
 def test_private_parts_of_torch_are_in_one_file() -> None:
-    """Operators `_foreach_*` aside; zero_to_fp32.py has no other file of the package beside it, rehearsals have a second."""
+    """Operators `_foreach_*` aside; zero_to_fp32.py stands alone, and rehearsals have a file of their own."""
     private = re.compile(
         r"""\b(torch(\.\w+)*|dist|distributed_c10d)\._(?!foreach_)[a-zA-Z]\w*|from torch(\.\w+)*\._\w+ import"""
     )

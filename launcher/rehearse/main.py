@@ -36,6 +36,7 @@ import launcher.zero.disk
 from launcher import worker
 from launcher.base import env
 from launcher.base.errors import EngineError, LauncherError
+from launcher.comm.groups import RankGroup
 from launcher.compat import install
 from launcher.engine.engine import Engine
 from launcher.kernels.api import GradScale, Kernel, Span
@@ -173,8 +174,8 @@ class Rehearsal(Follower):
             (dist, "broadcast_object_list"): self.recorder.broadcast_objects,
             (launcher.comm.communicator, "backend_name"): lambda *_: self._backend,
             (launcher.comm.groups, "backend_name"): lambda *_: self._backend,
-            (launcher.comm.hosts, "node_sizes"): lambda _: [self._num_local] * self._num_nodes,
-            (launcher.engine.parallel, "node_sizes"): lambda _: [self._num_local] * self._num_nodes,
+            (launcher.comm.hosts, "node_sizes"): self._node_sizes,
+            (launcher.engine.parallel, "node_sizes"): self._node_sizes,
             (launcher.engine.sharded, "watch_order"): nothing,  # there is no peer to wait for
             (launcher.engine.build, "keep_freed_memory"): nothing,
             (launcher.engine.stages, "measured_on_rank_0"): lambda measure: [1.0] * len(measure()),
@@ -186,6 +187,10 @@ class Rehearsal(Follower):
             (Engine, "load_checkpoint"): lambda *_, **__: (None, {}),
             **cuda_functions(self._num_local),
         }
+
+    def _node_sizes(self, world: RankGroup) -> list[int]:
+        world.communicator.gather_rows(torch.zeros(2, dtype=torch.float64))  # as in a real run
+        return [self._num_local] * self._num_nodes
 
     def _announce(self) -> Callable[..., None]:
         send_text = StageTransfers.send_text

@@ -4,44 +4,55 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness.train import rehearsed
 from harness.train.forked import run_ranks
 
-from launcher.planner.rehearsal import PHASES_OF_STEP, RankRehearsal
+from launcher.planner.rehearsal import PHASES_OF_STEP
 
-# Each model once, each setting once and more; `benchmarks/rehearsal.py` measures all of them together.
+TENSOR = {"tensor_parallel": {"autotp_size": 2}}
+SEQUENCE = {"sequence_parallel_size": 2}
+PIPELINE = {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 4}
+EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
+# Each model, setting and mesh once; `benchmarks/rehearsal.py` measures all of them together.
 CASES = [
-    ("mlp", 1, 0, "", "fp32"), ("mlp", 2, 1, "", "bf16"), ("llama", 2, 3, "", "bf16"), ("gpt2", 2, 2, "", "fp32"),
-    ("convolutions", 2, 3, "", "fp32"), ("encoder", 4, 3, "", "bf16"), ("llama", 2, 2, "optimizer", "bf16"),
-    ("mlp", 2, 3, "all", "bf16"), ("mixtral", 2, 3, "", "bf16"), ("qwen3", 4, 2, "", "bf16"),
-]  # fmt: skip
-
-
-@pytest.mark.parametrize(("name", "world_size", "stage", "offload", "precision"), CASES)
-def test_bytes_and_collectives(
-    tmp_path: Path, name: str, world_size: int, stage: int, offload: str, precision: str
-) -> None:
-    config = json.dumps(rehearsed.setting(stage, offload, precision))
-    env = {"LAUNCH_REDUCE_GROUP": "shared"}  # as it is where there are GPUs
-    real = run_ranks(tmp_path, world_size, rehearsed.follow, name, config, tmp_path, env=env, preload="transformers")
-    assert real.code == 0, real.err
-    last = world_size - 1
-    arguments = (name, config, tmp_path, str(last), str(world_size))
-    found = run_ranks(tmp_path, 0, rehearsed.rehearse, *arguments, env=env, preload="transformers")
-    assert found.code == 0, found.err
-    run, rehearsal = (rehearsed.read(tmp_path, kind, last) for kind in ("real", "rehearsed"))
-    for phase in PHASES_OF_STEP:
-        assert sum(rehearsal.peaks[phase].values()) == pytest.approx(sum(run.peaks[phase].values()), rel=0.02)
-    assert rehearsal.host_bytes == run.host_bytes
-    assert _of_engine(rehearsal) == _of_engine(run)
-    assert world_size == 1 or len(_of_engine(run)) > 2
-
-
-def _of_engine(found: RankRehearsal) -> list[tuple[str, str, int, str, str, int]]:
-    return [
-        (call.kind, found.groups[call.group].purpose, call.num_bytes, call.what, call.phase, call.step)
-        for call in found.calls
-        if call.is_of_engine
+    pytest.param(*case, id="-".join(map(str, case[:5])))
+    for case in [
+        ("mlp", 1, 0, "", "fp32", {}),
+        ("mlp", 2, 1, "", "bf16", {}),
+        ("gpt2", 2, 2, "", "fp32", {"gradient_clipping": 1.0}),
+        ("convolutions", 2, 3, "", "fp32", {}),
+        ("encoder", 4, 3, "", "bf16", {"gradient_accumulation_steps": 2}),
+        ("llama", 2, 2, "optimizer", "bf16", {}),
+        ("mlp", 2, 3, "all", "bf16", {}),
+        ("mixtral", 2, 3, "", "bf16", {}),
+        ("llama", 4, 1, "", "bf16", TENSOR),
+        ("qwen3", 4, 2, "", "bf16", SEQUENCE),
+        ("llama", 4, 1, "", "fp32", PIPELINE),
+        ("mixtral", 4, 1, "", "bf16", EXPERTS),
     ]
+]
+
+
+@pytest.mark.parametrize(("name", "world_size", "stage", "offload", "precision", "keys"), CASES)
+def test_bytes_and_collectives(
+    tmp_path: Path, name: str, world_size: int, stage: int, offload: str, precision: str, keys: dict[str, Any]
+) -> None:
+    config = rehearsed.setting(stage, offload, precision, **keys)
+    found, real = rehearsed.rehearse_and_follow(tmp_path, name, config, world_size)
+    for phase in PHASES_OF_STEP:
+        assert sum(found.peaks[phase].values()) == pytest.approx(sum(real.peaks[phase].values()), rel=0.02)
+    assert found.host_bytes == real.host_bytes
+    assert rehearsed.collectives_of(found) == rehearsed.collectives_of(real)
+    assert world_size == 1 or len(rehearsed.collectives_of(real)) > 2
+
+
+@pytest.mark.parametrize("name", ["mlp", "llama", "convolutions"])
+def test_what_is_counted_is_what_torch_allocates(tmp_path: Path, name: str) -> None:
+    config = json.dumps(rehearsed.setting(0))
+    result = run_ranks(tmp_path, 1, rehearsed.profile, name, config, preload=rehearsed.PRELOAD)
+    assert result.code == 0, result.err
+    found = json.loads(result.out.splitlines()[-1])
+    assert found["counted"] == pytest.approx(found["allocated"], rel=0.02)

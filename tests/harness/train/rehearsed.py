@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import sys
+import types
 from collections.abc import Callable
+from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness.launch.command import Result
+from harness.train.forked import run_ranks
 from torch import Tensor, nn
 
-from launcher.planner.rehearsal import RankRehearsal
+from launcher.planner.rehearsal import Call, RankRehearsal
 
+PRELOAD = "harness.train.rehearsal_imports"
 NUM_STEPS = 2
 WIDTH, NUM_LAYERS, NUM_SAMPLES = 192, 4, 4
 
@@ -99,13 +105,20 @@ def setting(stage: int, offload: str = "", precision: str = "bf16", **keys: Any)
 
 
 def train(name: str, config: dict[str, Any]) -> None:
-    """Train a model for some steps, and one forward more, as a script does."""
+    """Train a model for some steps."""
     import launcher
 
     torch.manual_seed(0)
     model, inputs = MODELS[name]()
     engine, *_ = launcher.initialize(model=model, config=config)
-    for _ in range(NUM_STEPS + 1):
+    if "pipeline" in config:
+        for _ in range(NUM_STEPS):
+            engine.train_batch(itertools.repeat(inputs))
+        return
+    if "sequence_parallel_size" in config:
+        inputs = launcher.shard_sequence(inputs)
+        inputs["labels"] = inputs["shift_labels"]
+    for _ in range(NUM_STEPS * engine.gradient_accumulation_steps()):
         outputs = engine(**inputs)
         engine.backward(outputs if isinstance(outputs, Tensor) else outputs.loss)
         engine.step()
@@ -129,12 +142,81 @@ def rehearse() -> None:
     from launcher.rehearse.main import Rehearsal
 
     name, config, folder, rank, world_size = sys.argv[1:6]
-    rehearsal = Rehearsal(int(rank), int(world_size), int(world_size), NUM_STEPS, {}, backend="gloo")
+    first = Path(folder, "rehearsed_0.json")  # of a pipeline, the rank that says what its stage returns
+    announced = RankRehearsal.from_json(first.read_text()).announced if first.exists() else {}
+    rehearsal = Rehearsal(int(rank), int(world_size), int(world_size), NUM_STEPS, announced, backend="gloo")
     os.environ.update(rehearsal.variables())
     with rehearsal.rehearsing():
         train(name, json.loads(config))
     Path(folder, f"rehearsed_{rank}.json").write_text(json.dumps(rehearsal.results().as_json()))
     os._exit(0)
+
+
+def rehearse_script(
+    folder: Path, script: Path, *arguments: str, rank: int, world_size: int
+) -> tuple[RankRehearsal, Result]:
+    """Rehearse a script as `launch rehearse` does, in a fork; return what was found, and what it printed."""
+    path = folder / f"rank_{rank}.json"
+    wanted = {"rank": rank, "world_size": world_size, "gpus_per_node": 8, "num_steps": NUM_STEPS, "announced": {}}
+    path.write_text(json.dumps(wanted))
+    env = {"LAUNCH_REHEARSAL": str(path)}
+    result = run_ranks(folder, 0, rehearse_main, "script", script, *arguments, env=env, preload=PRELOAD)
+    return RankRehearsal.from_json(path.read_text()), result
+
+
+def rehearse_main() -> None:
+    """Be the process that `launch rehearse` starts, with `sys.argv`."""
+    from launcher.rehearse.main import main
+
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    vars(sys.modules["__main__"])["__loader__"] = SourceFileLoader("__main__", sys.argv[0])  # as of a script
+    main()
+
+
+def profile() -> None:
+    """Train what `sys.argv` says on one rank; print the most bytes by our count and by torch's profiler."""
+    from launcher.rehearse.follow import Follower, RealTensors
+
+    name, config = sys.argv[1:3]
+    follower = Follower(RankRehearsal(0, 1, 1), NUM_STEPS)
+    profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True)
+    with profiler, follower.running(RealTensors(follower.ledger)):
+        train(name, json.loads(config))
+    assert profiler.profiler is not None
+    events = [each for each in profiler.profiler.kineto_results.events() if each.name() == "[memory]"]
+    taken = itertools.accumulate(each.nbytes() for each in sorted(events, key=lambda each: each.start_ns()))
+    counted = max(sum(peak.values()) for peak in follower.results().peaks.values())
+    print(json.dumps({"counted": counted, "allocated": max(taken)}))
+
+
+def rehearse_and_follow(
+    folder: Path, name: str, config: dict[str, Any], world_size: int
+) -> tuple[RankRehearsal, RankRehearsal]:
+    """Return what a rehearsal of the last rank says, and what that rank of a real run does."""
+    env = {"LAUNCH_REDUCE_GROUP": "shared"}  # as it is where there are GPUs
+    text, last = json.dumps(config), world_size - 1
+    real = run_ranks(folder, world_size, follow, name, text, folder, env=env, preload=PRELOAD)
+    assert real.code == 0, real.err
+    for rank in {0, last} if "pipeline" in config else {last}:
+        found = run_ranks(folder, 0, rehearse, name, text, folder, str(rank), str(world_size), env=env, preload=PRELOAD)
+        assert found.code == 0, found.err
+    return read(folder, "rehearsed", last), read(folder, "real", last)
+
+
+def collectives_of(found: RankRehearsal) -> list[tuple[str, str, int, str, str, int]]:
+    """Return the engine's collectives of a rank, in their order.
+
+    How many tokens go to which expert is guessed in a rehearsal, so the sizes of their exchanges are left out.
+    """
+    return [
+        (call.kind, found.groups[call.group].purpose, _size(call), call.what, call.phase, call.step)
+        for call in found.calls
+        if call.is_of_engine
+    ]
+
+
+def _size(call: Call) -> int:
+    return 0 if "exchange" in call.what else call.num_bytes
 
 
 def read(folder: Path, kind: str, rank: int) -> RankRehearsal:
