@@ -38,6 +38,7 @@ COMMANDS = {
     "run": _Lazy(f"{_PACKAGE}.run", "run", "Run SCRIPT on every rank: what `launch SCRIPT` means.", _JOBS),
     "sbatch": _Lazy(f"{_PACKAGE}.sbatch", "sbatch", "Write, check or submit a batch script for Slurm.", _JOBS),
     "check": _Lazy(f"{_PACKAGE}.check", "check", "Check whether a job could run on the hosts.", _JOBS),
+    "probe": _Lazy(f"{_PACKAGE}.probe", "probe", "Measure devices, links, collectives and disks of the hosts.", _JOBS),
     "exec": _Lazy(f"{_PACKAGE}.exec", "exec_command", "Run a command on all hosts.", _JOBS),
     "ps": _Lazy(f"{_PACKAGE}.jobs", "ps", "List running jobs, and those that ended today.", _JOBS),
     "logs": _Lazy(f"{_PACKAGE}.jobs", "logs", "Show what the ranks of a job wrote.", _JOBS),

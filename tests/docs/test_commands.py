@@ -18,9 +18,10 @@ from harness.launch.forked_ranks import in_forks
 from harness.launch.sshd import LoopbackSshd
 from harness.pages import PAGES, ROOT, Shown, blocks_of, commands, resolved, words_of
 
-from launcher.cli.commands import rehearse
+from launcher.cli.commands import probe, rehearse
 from launcher.cli.main import cli
 from launcher.planner.rehearsal import RankRehearsal
+from launcher.planner.speed import CollectiveSpeed, RankSpeed, Speed
 
 BASH, EXEC, FIRST = "tests/cli/test_completion.py", "tests/hosts/test_exec.py", "test_the_first_command_of_the_readme"
 COMPLETION = f"{BASH}::test_each_shell_gets_a_script"
@@ -265,9 +266,23 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         write_checkpoint(tmp_path / "checkpoints", step)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     # Formulas in place of transformers' classes, whose import takes seconds.
     monkeypatch.setitem(sys.modules, "transformers", None)
     return tmp_path
+
+
+_FLOPS = {"fp32": 1e11, "bf16": 1e12, "fp16": 1e11}
+SPEED = Speed(
+    "2026-11-28 19:30:00",
+    "gloo",
+    [RankSpeed(rank, 0, "vm", "cpu", _FLOPS, 1e10) for rank in range(2)],
+    [
+        CollectiveSpeed(kind, "all ranks", 2, 2**power, 1e-3)
+        for kind in ("all_gather", "reduce_scatter", "all_reduce", "all_to_all")
+        for power in (12, 15, 18, 21, 24, 26)
+    ],
+)
 
 
 def run(command: str) -> str:
@@ -280,6 +295,8 @@ def run(command: str) -> str:
     elif name == "io":
         words += QUICK
     with contextlib.ExitStack() as stack:
+        if name == "probe":
+            stack.enter_context(mock.patch.object(probe, "_measure", return_value=SPEED))
         if name == "rehearse" and "examples/" not in command:  # a script that is not there is not run
             stack.enter_context(mock.patch.object(rehearse, "run_rank", return_value=RankRehearsal(0, 64, 8)))
         done = CliRunner().invoke(cli, words, prog_name="launch")
