@@ -179,7 +179,7 @@ class VirtualTensors(DispatchMode):
         self._noted(tensors, is_guessed=are_guessed)
 
     def fill(self, output: Tensor, source: Tensor | None, change: Callable[[Tensor], Tensor] = lambda own: own) -> None:
-        """Write what a peer has sent, made of `source`, into a tensor that has values; None: nobody knows what."""
+        """Write what a peer has sent, made of `source`, into a tensor that has values; None: it is not known what."""
         if not self.has_values(output):
             return
         if source is not None and self.has_values(source):

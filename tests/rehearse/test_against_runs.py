@@ -16,23 +16,27 @@ TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 SEQUENCE = {"sequence_parallel_size": 2}
 PIPELINE = {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 4}
 EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
-# Each model, setting and mesh once; `benchmarks/rehearsal.py` measures all of them together.
+# Each setting and mesh once, some in the soak; `benchmarks/rehearsal.py` measures all of them together.
+QUICK = [
+    ("mlp", 1, 0, "", "fp32", {}),
+    ("gpt2", 2, 2, "", "fp32", {"gradient_clipping": 1.0}),
+    ("llama", 2, 2, "optimizer", "bf16", {}),
+    ("mixtral", 2, 3, "", "bf16", {}),
+    ("llama", 4, 1, "", "bf16", TENSOR),
+    ("llama", 4, 1, "", "fp32", PIPELINE),
+]
+SOAK = [
+    ("mlp", 2, 1, "", "bf16", {}),
+    ("convolutions", 2, 3, "", "fp32", {}),
+    ("encoder", 4, 3, "", "bf16", {"gradient_accumulation_steps": 2}),
+    ("mlp", 2, 3, "all", "bf16", {}),
+    ("qwen3", 4, 2, "", "bf16", SEQUENCE),
+    ("mixtral", 4, 1, "", "bf16", EXPERTS),
+]
 CASES = [
-    pytest.param(*case, id="-".join(map(str, case[:5])))
-    for case in [
-        ("mlp", 1, 0, "", "fp32", {}),
-        ("mlp", 2, 1, "", "bf16", {}),
-        ("gpt2", 2, 2, "", "fp32", {"gradient_clipping": 1.0}),
-        ("convolutions", 2, 3, "", "fp32", {}),
-        ("encoder", 4, 3, "", "bf16", {"gradient_accumulation_steps": 2}),
-        ("llama", 2, 2, "optimizer", "bf16", {}),
-        ("mlp", 2, 3, "all", "bf16", {}),
-        ("mixtral", 2, 3, "", "bf16", {}),
-        ("llama", 4, 1, "", "bf16", TENSOR),
-        ("qwen3", 4, 2, "", "bf16", SEQUENCE),
-        ("llama", 4, 1, "", "fp32", PIPELINE),
-        ("mixtral", 4, 1, "", "bf16", EXPERTS),
-    ]
+    pytest.param(*case, id="-".join([*map(str, case[:5]), *case[5]]), marks=marks)
+    for cases, marks in ((QUICK, ()), (SOAK, pytest.mark.soak))
+    for case in cases
 ]
 
 
@@ -49,7 +53,7 @@ def test_bytes_and_collectives(
     assert world_size == 1 or len(rehearsed.collectives_of(real)) > 2
 
 
-@pytest.mark.parametrize("name", ["mlp", "llama", "convolutions"])
+@pytest.mark.parametrize("name", ["llama", "convolutions"])
 def test_what_is_counted_is_what_torch_allocates(tmp_path: Path, name: str) -> None:
     config = json.dumps(rehearsed.setting(0))
     result = run_ranks(tmp_path, 1, rehearsed.profile, name, config, preload=rehearsed.PRELOAD)
