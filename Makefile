@@ -18,7 +18,7 @@ PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples hostfiles 
 # Built by the installation.
 KERNELS := $(wildcard launcher/kernels/csrc/*.cpp launcher/kernels/csrc/*.h) launcher/kernels/csrc/CMakeLists.txt
 
-.PHONY: help install demo test numerics lint types compat soak soak-short docs man site bench bench-page clean
+.PHONY: help install demo test numerics lint types compat soak soak-short soak-programs docs man site bench bench-page clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -60,9 +60,12 @@ soak: $(TESTED) ## what takes hours: random kills, hostile input, every fault on
 	$(BIN)/python tests/soak/fault_matrix.py
 	$(BIN)/python tests/soak/stalls.py
 
-soak-short: $(TESTED) ## the same in a few minutes, as CI runs it
+soak-short: $(TESTED) ## the long tests, and the programs of the soak for a minute; CI runs both
 	@.ci/system-packages
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'long and not soak'
+	@$(MAKE) --no-print-directory soak-programs
+
+soak-programs: $(TESTED) ## random kills, hostile input and stalls, for a minute
 	$(BIN)/python tests/soak/random_kills.py --count 6
 	$(BIN)/python tests/soak/checkpoint_kills.py --count 4
 	$(BIN)/python tests/soak/fuzz.py --count 2000

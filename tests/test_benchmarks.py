@@ -63,22 +63,22 @@ SHORT = {
     "scale_model": ("--many 26 --rounds 1", 0),
 }
 # These start many processes that load torch, or wait.
-LONG = {
-    *("startup", "fanout", "scale_model", "many_ranks", "fault_matrix", "step_time", "offload_time", "pipeline"),
+LONG = {"startup", "step_time", "pipeline", "checkpoint_time", "rehearsal", "nvme"}
+# Longer still, or alike; and what `make soak-programs` runs.
+SOAK = {
+    *("architectures", "hf_trainer", "pretrained_memory", "random_kills", "checkpoint_kills", "stalls"),
+    *("fanout", "scale_model", "many_ranks", "fault_matrix", "offload_time", "growth", "expert_parallel"),
     *(
-        "growth",
-        "expert_parallel",
         "sequence_parallel",
         "onebit",
         "nvme_step",
         "parity_table",
         "memory_table",
-        "rehearsal",
+        "to_fp32",
+        "checkpoint_peers",
+        "output",
     ),
-    *("to_fp32", "checkpoint_peers", "checkpoint_time", "output", "nvme"),
 }
-# Longer still; and what `make soak-short` runs as programs.
-SOAK = {"architectures", "hf_trainer", "pretrained_memory", "random_kills", "checkpoint_kills", "stalls"}
 MARKS = {**dict.fromkeys(LONG, pytest.mark.long), **dict.fromkeys(SOAK, pytest.mark.soak)}
 # These need torch and no process of their own: a fork has it.
 IN_FORKS = {"checkpoint_fuzz", "nvme", "cpu_kernels", "start_7b"}
