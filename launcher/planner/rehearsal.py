@@ -49,6 +49,7 @@ class RankRehearsal:
     world_size: int
     gpus_per_node: int
     sizes: dict[str, int] = field(default_factory=dict)  # of the mesh, by axis
+    rung: tuple[int, str, str] | None = None  # ZeRO stage, and where the optimizer and the parameters are offloaded to
     num_steps: int = 0  # that it has taken
     groups: list[Group] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -94,6 +95,7 @@ class RankRehearsal:
         del found["format"]
         found["groups"] = [Group(purpose, tuple(ranks)) for purpose, ranks in found["groups"]]
         found["calls"] = [Call(*call) for call in found["calls"]]
+        found["rung"] = None if found["rung"] is None else tuple(found["rung"])
         return cls(**found)
 
 

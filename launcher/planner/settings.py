@@ -51,6 +51,31 @@ def ladder(config: Config, world_size: int, *, trains: bool = True) -> list[Sett
     return [setting_of(at(config, *rung), world_size, trains=trains) for rung in rungs]
 
 
+def rungs_below(stage: int, optimizer: str, param: str, *, has_pipeline: bool = False) -> list[tuple[int, str, str]]:
+    """Return the rungs of the ladder that need less memory than a setting, the quickest first.
+
+    Each is (stage, where the optimizer is, where parameters are).
+    """
+    rungs = _PIPELINE_LADDER if has_pipeline else _LADDER
+    places = [place.value for place in (Place.DEVICE, Place.HOST, Place.DISK)]
+
+    def depth(rung: tuple[int, str, str]) -> tuple[int, ...]:
+        return (rung[0], *(places.index(place) for place in rung[1:]))
+
+    now = depth((stage, optimizer, param))
+    return [rung for rung in rungs if depth(rung) != now and all(a >= b for a, b in zip(depth(rung), now, strict=True))]
+
+
+def rung_keys(stage: int, optimizer: str, param: str) -> dict[str, Any]:
+    """Return what a rung of the ladder changes in an engine config."""
+    zero: dict[str, Any] = {"stage": stage}
+    for name, place in (("offload_optimizer", optimizer), ("offload_param", param)):
+        if place != Place.DEVICE.value:
+            path = {"nvme_path": EXAMPLE_NVME_PATH} if place == Place.DISK.value else {}
+            zero[name] = {"device": place, **path}
+    return {"zero_optimization": zero}
+
+
 def at(config: Config, stage: int, optimizer: str, param: str) -> Config:
     """Return a config at another stage and with other offload: `none`, `cpu` or `nvme`.
 
@@ -90,7 +115,8 @@ def in_precision(
 
 def as_config(setting: Setting) -> dict[str, Any]:
     """Return the part of an engine config that asks for this setting."""
-    zero: dict[str, Any] = {"stage": setting.stage}
+    offload, precision = setting.policy.offload, setting.policy.precision.param
+    keys = rung_keys(setting.stage, offload.optimizer.value, offload.params.value)
     axes: dict[str, Any] = {}
     if setting.sizes.tensor > 1:
         axes["tensor_parallel"] = {"autotp_size": setting.sizes.tensor}
@@ -100,14 +126,9 @@ def as_config(setting: Setting) -> dict[str, Any]:
         axes["sequence_parallel_size"] = setting.sizes.sequence
     if setting.sizes.expert > 1:
         axes["expert_parallel"] = {"enabled": True, "autoep_size": setting.sizes.expert}
-    offload, precision = setting.policy.offload, setting.policy.precision.param
-    for name, place in (("offload_optimizer", offload.optimizer), ("offload_param", offload.params)):
-        if place is not Place.DEVICE:
-            path = {"nvme_path": EXAMPLE_NVME_PATH} if place is Place.DISK else {}
-            zero[name] = {"device": place.value, **path}
     if precision is DType.FP32:
-        return {"zero_optimization": zero, **axes}
-    return {precision.value: {"enabled": True}, "zero_optimization": zero, **axes}
+        return {**keys, **axes}
+    return {precision.value: {"enabled": True}, **keys, **axes}
 
 
 def _pipeline_keys(setting: Setting) -> dict[str, Any]:

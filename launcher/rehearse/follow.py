@@ -137,14 +137,18 @@ class Follower:
         for engine in self._engines:
             self.ledger.assign(BUFFERS, engine.module.buffers())
             for unit in engine._parts.sharded.units:
+                is_away = self.ledger.is_on_host(unit.params.master)  # its states are where it is
                 for kind, tensors in unit.memory().items():
-                    self.ledger.assign(_KINDS[kind], tensors)
+                    self.ledger.assign(HOST if is_away and kind == OPTIMIZER else _KINDS[kind], tensors)
 
     def results(self) -> RankRehearsal:
         """Return what was found until now."""
         found, mesh = self.found, current_mesh()
         if mesh is not None:
             found.sizes = {axis: int(getattr(mesh.sizes, axis)) for axis in (*AXES, "expert")}
+        if self._engines:
+            zero = self._engines[-1]._parts.settings.zero_optimization
+            found.rung = (int(zero.stage), str(zero.offload_optimizer.device), str(zero.offload_param.device))
         # Ranks reach the forward that ends the script after other transfers: what follows the last step is left out.
         found.groups = self.recorder.groups
         found.calls = [call for call in self.recorder.calls if call.step <= max(1, found.num_steps)]

@@ -63,7 +63,7 @@ class Ledger:
         self._compare()
 
     def assign(self, kind: str, tensors: Iterable[Tensor | None]) -> None:
-        """Count tensors under a kind from now on, whatever has made them."""
+        """Count tensors under a kind from now on, whatever has made them; what is in host memory stays there."""
         for tensor in tensors:
             if tensor is None:
                 continue
@@ -72,10 +72,15 @@ class Ledger:
             if entry is None:
                 self.note(storage)
                 entry = self._entries.get(storage)
-            if entry is not None and entry.kind != kind:
+            if entry is not None and entry.kind not in (kind, HOST):
                 self._taken[entry.kind] -= entry.num_bytes
                 self._taken[kind] += entry.num_bytes
                 entry.kind = kind
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is counted as host memory."""
+        entry = self._entries.get(tensor.untyped_storage())
+        return entry is not None and entry.kind == HOST
 
     def forget_peaks(self) -> None:
         """Begin anew with the peaks of the phases of a step: those of the last step count."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -90,6 +91,30 @@ def test_memory_of_every_rank_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert (result.exit_code, "✗ does not fit 2.0 MiB" in result.output) == (1, True), result.output
 
 
+def test_the_ladder_ends_at_the_first_setting_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "train.py").write_text("")
+    needed = {"": 9, "2none": 7, "2cpu": 5, "3none": 4, "3cpu": 3, "3nvme": 2}
+
+    def rehearsed(wanted: dict[str, Any], *_: object, **__: object) -> RankRehearsal:
+        zero = wanted["patch"].get("zero_optimization", {})
+        place = zero.get("offload_optimizer", {"device": "none"})["device"] if zero else ""
+        size = needed[f"{zero.get('stage', '')}{place}"]
+        return found_by(0, rung=(1, "none", "none"), peaks={"forward": {"parameters": size << 20}})
+
+    words = ["rehearse", "--ranks", "4", "--rank", "0", "--ladder"]
+    with mock.patch.object(rehearse, "run_rank", side_effect=rehearsed):
+        result = CliRunner().invoke(cli, [*words, "--gpu-memory", "4MiB", "train.py"], prog_name="launch")
+        assert result.exit_code == 1, "the config as it is does not fit"
+        assert "stage 2, optimizer none, param none: 7.0 MiB on the GPU" in result.output
+        assert 'fits 4.0 MiB with: {"zero_optimization": {"stage": 3}}' in result.output
+        assert "3.0 MiB" not in result.output
+        result = CliRunner().invoke(cli, [*words, "--gpu-memory", "1MiB", "train.py"], prog_name="launch")
+        assert "the ladder of stages and offload ends here" in result.output
+        fits = CliRunner().invoke(cli, [*words, "--gpu-memory", "9MiB", "train.py"], prog_name="launch")
+        assert (fits.exit_code, "stage 2" in fits.output) == (0, False)
+
+
 def test_a_rank_that_fails_is_shown_and_no_other_is_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     result = run(tmp_path, "--ranks", "4", "train.py", found={0: found_by(0, error="the data is bad")})
@@ -120,6 +145,7 @@ def test_a_stage_that_depends_on_the_first_one_is_rehearsed_after_it(
         (("--ranks", "4", "--rank", "4", "train.py"), "--rank 4 is not one of 4 ranks; use 0 to 3"),
         (("--ranks", "4", "--rank", "1", "--all-roles", "train.py"), "--rank and --all-roles exclude each other"),
         (("--ranks", "4", "nowhere.py"), "nowhere.py: no such script"),
+        (("--ranks", "4", "--ladder", "train.py"), "--ladder needs --gpu-memory"),
         (("--ranks", "0", "train.py"), "'0'"),
         (("--gpu-memory", "much", "--ranks", "4", "train.py"), "is not a size of a memory"),
         (("train.py",), "--ranks"),

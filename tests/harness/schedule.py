@@ -38,7 +38,7 @@ def _group_of_file(path: str) -> str | None:
     if any(name in text for name in ("run_cases", "launch_cases", "run_with_transformers", "preload=IMPORTS")):
         return "transformers"  # forks of one process that has imported it
     if "train.rehearsed" in text or "import rehearsed" in text:
-        return "rehearsals"  # forks of one process that has imported the compiler, too
+        return "transformers and the compiler"  # which forks of one process have
     if "split_models" in text:
         return "transformers on ranks"  # each rank of a worker imports it, once
     # What a file sets up once: ranks that have torch loaded, fixtures of the module.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import subprocess
@@ -52,6 +53,7 @@ class RehearseOptions:
     gpus_per_node: int
     backend: str
     gpu_memory: int | None
+    ladder: bool
     steps: int
     json_path: str | None
     module: bool
@@ -65,6 +67,8 @@ class RehearseOptions:
             raise UsageError(f"--rank {self.rank} is not one of {counted(self.ranks, 'rank')}", hint=hint)
         if self.rank is not None and self.all_roles:
             raise UsageError("--rank and --all-roles exclude each other", hint="leave one of them out")
+        if self.ladder and self.gpu_memory is None:
+            raise UsageError("--ladder needs --gpu-memory", hint="say how much a GPU has: --gpu-memory 80GB")
         if not self.module and not Path(self.script).exists():
             raise UsageError("no such script", where=self.script, hint="give a path, or -m and the name of a module")
 
@@ -73,11 +77,11 @@ class RehearseOptions:
         """What the rank runs: its kind, target and arguments."""
         return ["module" if self.module else "script", self.script, *self.script_args]
 
-    def wanted(self, rank: int, announced: dict[str, str]) -> dict[str, Any]:
-        """Return what `launcher.rehearse.main` is told."""
+    def wanted(self, rank: int, announced: dict[str, str], patch: dict[str, Any]) -> dict[str, Any]:
+        """Return what `launcher.rehearse.main` gets. patch: changes the script's config."""
         return {
             "rank": rank, "world_size": self.ranks, "gpus_per_node": self.gpus_per_node, "num_steps": self.steps,
-            "backend": self.backend, "announced": announced,
+            "backend": self.backend, "announced": announced, "patch": patch,
         }  # fmt: skip
 
 
@@ -95,6 +99,10 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         help="Whose way of carrying out collectives: of GPUs or of CPUs. Default: nccl.",
     ),
     option("--gpu-memory", callback=_size, metavar="SIZE", help="Memory of one GPU: exit code 1 if a rank needs more."),
+    option(
+        "--ladder", is_flag=True,
+        help="Where --gpu-memory is too small, rehearse higher stages and offload until one fits.",
+    ),
     option("--steps", type=Number(Whole(1, 1000)), default=2, help="Optimizer steps to take. Default: 2."),
     option("--json", "json_path", metavar="FILE", help="Write all that was found to FILE, too."),
     option("-m", "--module", is_flag=True, help="SCRIPT is a module: package.train."),
@@ -122,11 +130,11 @@ def rehearse(**values: Any) -> None:
     options = RehearseOptions(**values)
     announced: dict[str, str] = {}  # what stages of a pipeline return, by those that were rehearsed
 
-    def run(rank: int) -> RankRehearsal:
-        found = run_rank(options.wanted(rank, announced), options.command, verbose=options.verbose)
+    def run(rank: int, patch: dict[str, Any] | None = None) -> RankRehearsal:
+        found = run_rank(options.wanted(rank, announced, patch or {}), options.command, verbose=options.verbose)
         if found.needs_first_stage and not announced:
             announced.update(run(0).announced)
-            found = run_rank(options.wanted(rank, announced), options.command, verbose=options.verbose)
+            found = run_rank(options.wanted(rank, announced, patch or {}), options.command, verbose=options.verbose)
         return found
 
     found = [run(options.rank or 0)]
@@ -146,8 +154,37 @@ def rehearse(**values: Any) -> None:
         click.echo(f"✗ ranks would wait for each other: {difference}")
     if len(found) > 1 and not differences and all(one.error is None for one in found):
         click.echo(f"the {len(found)} rehearsed ranks issue the same collectives in the same order")
+    most = max(found, key=lambda one: one.peak_bytes)
+    if options.ladder and options.gpu_memory is not None and most.peak_bytes > options.gpu_memory:
+        _climb_down(most, options.gpu_memory, functools.partial(run, most.rank))
     if differences or not is_well:
         sys.exit(ExitCode.FAILURE)
+
+
+def _climb_down(most: RankRehearsal, gpu_memory: int, run: Callable[[dict[str, Any]], RankRehearsal]) -> None:
+    """Rehearse the rank that needs most at settings that need less, until it fits; show each, and the one to take."""
+    from launcher.planner.settings import rung_keys, rungs_below
+
+    has_pipeline = sizes_of(most).pipeline > 1
+    rungs = [] if most.rung is None else rungs_below(*most.rung, has_pipeline=has_pipeline)
+    for rung in rungs:
+        keys = rung_keys(*rung)
+        one = run(keys)
+        stage, optimizer, param = rung
+        label = f"stage {stage}, optimizer {optimizer}, param {param}"
+        if one.error is not None:
+            click.echo(f"{label}: {one.error.splitlines()[-1]}")
+            continue
+        host = format_bytes(one.host_bytes * min(one.gpus_per_node, one.world_size))
+        sent = format_bytes(sum(one.traffic().values()))
+        click.echo(f"{label}: {format_bytes(one.peak_bytes)} on the GPU, {host} on each host, {sent} sent in a step")
+        if one.peak_bytes <= gpu_memory:
+            click.echo(f"fits {format_bytes(gpu_memory)} with: {json.dumps(keys)}")
+            return
+    click.echo(
+        "the ladder of stages and offload ends here: smaller micro-batches with more accumulation, activation"
+        " checkpointing or more ranks need less"
+    )
 
 
 def run_rank(wanted: dict[str, Any], command: Sequence[str], *, verbose: bool) -> RankRehearsal:

@@ -153,12 +153,17 @@ def rehearse() -> None:
 
 
 def rehearse_script(
-    folder: Path, script: Path, *arguments: str, rank: int, world_size: int
+    folder: Path,
+    script: Path,
+    *arguments: str,
+    rank: int,
+    world_size: int,
+    patch: dict[str, Any] | None = None,
 ) -> tuple[RankRehearsal, Result]:
     """Rehearse a script as `launch rehearse` does, in a fork; return what was found, and what it printed."""
     path = folder / f"rank_{rank}.json"
-    wanted = {"rank": rank, "world_size": world_size, "gpus_per_node": 8, "num_steps": NUM_STEPS, "announced": {}}
-    path.write_text(json.dumps(wanted))
+    world = {"world_size": world_size, "gpus_per_node": 8, "num_steps": NUM_STEPS}
+    path.write_text(json.dumps({**world, "rank": rank, "announced": {}, "patch": patch or {}}))
     env = {"LAUNCH_REHEARSAL": str(path)}
     result = run_ranks(folder, 0, rehearse_main, "script", script, *arguments, env=env, preload=PRELOAD)
     return RankRehearsal.from_json(path.read_text()), result
