@@ -57,7 +57,7 @@ class Listener(Protocol):
 WaitSpan = Callable[[str], contextlib.AbstractContextManager[None]]  # kind of collective -> context of the wait
 
 _meters: list[Meter] = []
-listeners: list[Listener] = []  # of this process; empty in a run that nobody follows
+listeners: list[Listener] = []  # of this process; empty in a run that is not followed
 _wait_spans: list[WaitSpan] = []
 _sent = [0]  # bytes so far
 

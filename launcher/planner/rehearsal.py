@@ -63,7 +63,7 @@ class RankRehearsal:
     resident_bytes: int = 0  # the most that this process took of the machine
     error: str | None = None  # why it ended before the last step
     announced: dict[str, str] = field(default_factory=dict)  # by stage of a pipeline, what it returns
-    needs_first_stage: bool = False  # it is not known what the stage before returns
+    needs_earlier_stages: bool = False  # it is not known what the stage before returns
 
     @property
     def peak_bytes(self) -> int:
@@ -124,6 +124,12 @@ def roles(sizes: MeshSizes, *, all_of_them: bool = False) -> list[int]:
         place = (pipeline, data % sizes.expert, sequence, tensor)
         chosen.setdefault(place if all_of_them else place[:2], rank)
     return sorted({0, world_size - 1, *chosen.values()})
+
+
+def ranks_of_earlier_stages(sizes: MeshSizes, rank: int) -> list[int]:
+    """Return a rank of each pipeline stage before that of a rank, in their order."""
+    stage, *_ = sizes.coordinates(rank)
+    return [earlier * (sizes.world_size // sizes.pipeline) for earlier in range(stage)]
 
 
 def sizes_of(found: RankRehearsal) -> MeshSizes:

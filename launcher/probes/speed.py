@@ -7,6 +7,7 @@ All ranks compute, copy and communicate at the same time, as they do in training
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import socket
@@ -95,7 +96,7 @@ def _matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float) -> f
     best = 0.0
     for width in _WIDTHS[device.type == "cpu"]:
         a, b = (torch.randn(width, width, device=device).to(dtype) for _ in range(2))
-        took_s = _median_s(lambda a=a, b=b: a @ b, device, seconds / 4)  # type: ignore[misc]
+        took_s = _median_s(functools.partial(torch.matmul, a, b), device, seconds / 4)
         best = max(best, 2 * width**3 / took_s)
         if took_s * 8 > seconds / _LEAST_CALLS:  # the next one takes eight times as long
             break
@@ -196,12 +197,15 @@ def _links(world: RankGroup, ranks: list[RankSpeed]) -> list[LinkSpeed]:
             world.communicator.gather_scalars(0.0)  # all begin together
             if peer is not None:
                 transfers = [Transfer(sent, peer, is_sent=True), Transfer(received, peer, is_sent=False)]
-                took_s = _timed_s(lambda t=transfers: world.communicator.transfer(t).wait(), world.device)  # type: ignore[misc]
-                best_s = min(best_s, took_s)
+                best_s = min(best_s, _timed_s(functools.partial(_transfer, world, transfers), world.device))
         times = world.communicator.gather_scalars(best_s)
         for a, b in pairs:
             found[a, b] = _LINK_BYTES / max(times[firsts[a].rank], times[firsts[b].rank])
     return [LinkSpeed(pair, (firsts[pair[0]].host, firsts[pair[1]].host), rate) for pair, rate in sorted(found.items())]
+
+
+def _transfer(world: RankGroup, transfers: list[Transfer]) -> None:
+    world.communicator.transfer(transfers).wait()
 
 
 def _rounds(nodes: list[int]) -> list[list[tuple[int, int]]]:

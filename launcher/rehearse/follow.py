@@ -77,7 +77,7 @@ class Follower:
                 yield
 
     def replacements(self) -> Replacements:
-        """Return what is not as in a run that nobody follows."""
+        """Return what is not as in a run that is not followed."""
         return {
             (launcher.engine.build, "initialize"): self._initialize(launcher.engine.build.initialize),
             (launcher.engine.watch.Watch, "phase"): lambda _, name: self._phase(name),

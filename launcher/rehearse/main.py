@@ -36,12 +36,13 @@ import launcher.zero.disk
 from launcher import worker
 from launcher.base import env
 from launcher.base.errors import EngineError, LauncherError
+from launcher.base.processes import die_with_parent
 from launcher.comm.groups import RankGroup
 from launcher.compat import install
 from launcher.config.load import LoadedConfig, load_config
 from launcher.engine.engine import Engine
 from launcher.kernels.api import GradScale, Kernel, Span
-from launcher.kernels.cpu import CpuKernelStatus
+from launcher.kernels.cpu import CpuKernel, CpuKernelStatus
 from launcher.kernels.reference import ReferenceKernel
 from launcher.parallel.pipeline.links import StageTransfers
 from launcher.planner.rehearsal import RankRehearsal
@@ -54,7 +55,7 @@ _M_MMAP_THRESHOLD = -3  # malloc.h
 _MAPPED_BYTES = 2**17  # memory of so much is a mapping of its own: nothing of it is there until it is touched
 
 
-# ---- what stands in the place of a disk, a kernel, a GPU ----
+# ---- replacements for disks and kernels ----
 
 
 class _Disk:
@@ -84,7 +85,7 @@ class _Disk:
         pass
 
 
-class _Kernel:
+class _Kernel(CpuKernel):
     """A kernel that computes where there are values, and takes gradients for finite where there are none."""
 
     def __init__(self, inner: Kernel, mode: VirtualTensors) -> None:
@@ -174,7 +175,7 @@ class Rehearsal(Follower):
 
     def replacements(self) -> Replacements:
         inner = launcher.kernels.cpu.load_cpu_kernel() or ReferenceKernel()
-        status = CpuKernelStatus(_Kernel(inner, self._mode), "a rehearsal")  # type: ignore[arg-type]
+        status = CpuKernelStatus(_Kernel(inner, self._mode), "a rehearsal")
 
         def nothing(*_: Any, **__: Any) -> None:
             pass
@@ -229,10 +230,10 @@ class Rehearsal(Follower):
             receive_text(transfers, from_stage)
             known = [stage for stage in map(int, self.found.announced) if stage <= from_stage]
             if not known:
-                self.found.needs_first_stage = True
+                self.found.needs_earlier_stages = True
                 raise EngineError(
                     f"what stage {from_stage} of the pipeline returns is not known",
-                    hint="rehearse the rank of the first stage before",
+                    hint="rehearse a rank of each earlier stage before",
                 )
             return self.found.announced[str(max(known))].encode()
 
@@ -248,6 +249,7 @@ def main() -> None:
     """Rehearse the script in `sys.argv`; exit with 1 where it has not reached its last step."""
     path = Path(os.environ[env.REHEARSAL.name])
     begun_s = time.monotonic()
+    die_with_parent(os.getppid())
     rehearsal = Rehearsal(**json.loads(path.read_text()))
     os.environ.update(rehearsal.variables())
     kind, target = sys.argv[1:3]

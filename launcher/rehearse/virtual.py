@@ -5,7 +5,7 @@ A dispatch mode takes every operation of torch on this thread, the backward pass
 * Views and changes of shape run as they are. So does what reads small tensors alone and gives small ones: lengths,
   masks, token ids, counts have their values, and a script that looks at them does what it does in a real run.
 * Of anything else only the shapes are computed, by torch's own kernels for the meta device. The result is memory that
-  the system has promised and nobody has touched: it costs address space. A small result, such as a loss, is made of
+  the system has promised and that is never touched: it costs address space. A small result, such as a loss, is made of
   ones.
 
 Which values are guessed is known as long as the tensor lives. A number that a script prints may be guessed; a branch
@@ -277,4 +277,4 @@ def shapes_of(func: Any, args: Any, kwargs: Any) -> Any:
     try:
         return func(*args, **kwargs)
     except (NotImplementedError, RuntimeError, TypeError, ValueError):
-        return None
+        return None  # an error of the caller, such as shapes that do not fit, comes again where it runs for real

@@ -58,6 +58,8 @@ def test_ranks_of_all_roles(tmp_path: Path) -> None:
 
 # ---- without a rehearsal ----
 
+MESH = {"pipeline": 4, "data": 1, "sequence": 1, "tensor": 1, "expert": 1}
+
 
 def found_by(rank: int, *kinds: str, **facts: object) -> RankRehearsal:
     calls = [Call(kind, 0, 64, "the gather of weight", "forward", 1, None, True) for kind in kinds]
@@ -121,22 +123,22 @@ def test_a_rank_that_fails_is_shown_and_no_other_is_tried(tmp_path: Path, monkey
     assert (result.exit_code, "✗ the data is bad" in result.output) == (1, True)
 
 
-def test_a_stage_that_depends_on_the_first_one_is_rehearsed_after_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stage_is_rehearsed_after_those_before_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     tried: list[tuple[int, dict[str, str]]] = []
 
-    def rehearsed(wanted: dict[str, object], *_: object, **__: object) -> RankRehearsal:
-        tried.append((wanted["rank"], dict(wanted["announced"])))  # type: ignore[arg-type, call-overload]
-        is_known = wanted["rank"] == 0 or bool(wanted["announced"])
-        return found_by(2, announced={"0": "[]"} if is_known else {}, needs_first_stage=not is_known)
+    def rehearsed(wanted: dict[str, Any], *_: object, **__: object) -> RankRehearsal:
+        rank, known = wanted["rank"], dict(wanted["announced"])
+        tried.append((rank, known))
+        if rank > 0 and str(rank - 1) not in known:
+            return found_by(rank, sizes=MESH, needs_earlier_stages=True)
+        return found_by(rank, sizes=MESH, announced={**known, str(rank): "[]"})
 
     with mock.patch.object(rehearse, "run_rank", side_effect=rehearsed):
         words = ["rehearse", "--ranks", "4", "--rank", "2", "train.py"]
         assert CliRunner().invoke(cli, words, prog_name="launch").exit_code == 0
-    assert tried == [(2, {}), (0, {}), (2, {"0": "[]"})]
+    assert tried == [(2, {}), (0, {}), (1, {"0": "[]"}), (2, {"0": "[]", "1": "[]"})]
 
 
 @pytest.mark.parametrize(

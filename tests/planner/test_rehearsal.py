@@ -9,6 +9,7 @@ from launcher.planner.rehearsal import (
     Group,
     RankRehearsal,
     first_differences,
+    ranks_of_earlier_stages,
     roles,
     sent_bytes,
     sizes_of,
@@ -46,6 +47,8 @@ def test_a_rank_of_each_role() -> None:
     assert roles(MeshSizes(2, tensor=2)) == [0, 3]
     assert roles(MeshSizes(2, tensor=2, sequence=2), all_of_them=True) == [0, 1, 2, 3, 7]
     assert sizes_of(rehearsed(0, [])) == MeshSizes(4)
+    assert ranks_of_earlier_stages(MeshSizes(2, pipeline=3), 5) == [0, 2]
+    assert ranks_of_earlier_stages(MeshSizes(2, pipeline=3), 1) == []
 
 
 def test_ranks_that_agree_differ_nowhere() -> None:

@@ -14,6 +14,7 @@ from rich.text import Text
 
 from launcher.base.errors import Diagnostic
 from launcher.base.units import counted, format_bytes
+from launcher.cli.console.streams import echo_table
 from launcher.planner.estimate import Estimate, Row, advice, tightest
 from launcher.planner.memory import RankMemory, Setting
 from launcher.planner.settings import as_config
@@ -47,11 +48,7 @@ def show(found: Estimate, notices: Sequence[Diagnostic]) -> None:
     if console.is_terminal and _width(console, table) > console.width:
         table = _table(found, _FEW_PARTS)
     console.width = max(console.width, _width(console, table))  # a terminal folds a line that is too long; none is cut
-    with console.capture() as capture:
-        console.print(table)
-    for line in capture.get().splitlines():
-        if line.strip():
-            click.echo(line.rstrip())
+    echo_table(table, console)
     click.echo()
     for line in (*_recommendation(found), *_remarks(found), *map(str, notices)):
         click.echo(line)

@@ -57,13 +57,13 @@ def probe(ctx: click.Context, /, seconds: float, disk: str | None, plot: str | N
     draw = None if plot is None else _drawing()
     found = _measure(_options_of_run(ctx), [str(seconds), *([os.path.abspath(disk)] if disk else [])])
     kept = _keep(found)
-    if plot is not None and draw is not None:
-        draw(found, plot)
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2))
     else:
         _show(found)
-        click.echo(f"kept in {kept}" if kept is not None else "not kept: there is no home folder to write to")
+        click.echo("not kept" if kept is None else f"kept in {kept}")
+    if plot is not None and draw is not None:
+        draw(found, plot)
     if slow(found):
         sys.exit(ExitCode.FAILURE)
 
@@ -99,7 +99,7 @@ def _measure(options: Sequence[str], arguments: Sequence[str]) -> Speed:
 
 
 def _keep(found: Speed) -> Path | None:
-    """Write what was measured where the planner looks for it; return the file, None where there is no place."""
+    """Write what was measured to the user's cache; return the file, None where it cannot be written."""
     base = os.environ.get("XDG_CACHE_HOME") or (None if (home := home_folder()) is None else str(home / ".cache"))
     if base is None:
         return None
@@ -164,7 +164,6 @@ def _table_of_collectives(found: Speed) -> tuple[list[str], list[list[str]]]:
 
 def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_texts: int) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
@@ -173,12 +172,7 @@ def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_te
             table.add_column(name, justify="left" if place < num_texts else "right", no_wrap=True)
     for row in rows:
         table.add_row(*(cell for place, cell in enumerate(row) if any(each[place] for each in rows)))
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(table)
-    for line in capture.get().splitlines():
-        if line.strip():
-            click.echo(line.rstrip())
+    streams.echo_table(table)
 
 
 def _drawing() -> Callable[[Speed, str], None]:

@@ -23,7 +23,14 @@ from launcher.base.fields import Whole
 from launcher.base.units import counted, format_bytes, format_duration, parse_bytes
 from launcher.cli.console import streams
 from launcher.cli.options.command import Command, Number, declared, files, option
-from launcher.planner.rehearsal import KINDS, RankRehearsal, first_differences, roles, sizes_of
+from launcher.planner.rehearsal import (
+    KINDS,
+    RankRehearsal,
+    first_differences,
+    ranks_of_earlier_stages,
+    roles,
+    sizes_of,
+)
 from launcher.transport.command import own_argv
 
 _AT_ONCE = 2  # rehearsals beside each other: each takes one core
@@ -131,24 +138,27 @@ def rehearse(**values: Any) -> None:
     announced: dict[str, str] = {}  # what stages of a pipeline return, by those that were rehearsed
 
     def run(rank: int, patch: dict[str, Any] | None = None) -> RankRehearsal:
-        found = run_rank(options.wanted(rank, announced, patch or {}), options.command, verbose=options.verbose)
-        if found.needs_first_stage and not announced:
-            announced.update(run(0).announced)
-            found = run_rank(options.wanted(rank, announced, patch or {}), options.command, verbose=options.verbose)
+        def run_alone(one: int) -> RankRehearsal:
+            found = run_rank(options.wanted(one, announced, patch or {}), options.command, verbose=options.verbose)
+            announced.update(found.announced)
+            return found
+
+        found = run_alone(rank)
+        if found.needs_earlier_stages:
+            for one in ranks_of_earlier_stages(sizes_of(found), rank):
+                run_alone(one)
+            found = run_alone(rank)
         return found
 
     found = [run(options.rank or 0)]
-    announced.update(found[0].announced)
     if options.rank is None and found[0].error is None:
         others = [rank for rank in roles(sizes_of(found[0]), all_of_them=options.all_roles) if rank != 0]
         if others:
             streams.say(f"rehearsing {'ranks' if len(others) > 1 else 'rank'} {', '.join(map(str, others))}, too")
-        with ThreadPoolExecutor(_AT_ONCE) as pool:
+        # A stage of a pipeline waits for what the one before it says of the tensors that it returns.
+        with ThreadPoolExecutor(_AT_ONCE if sizes_of(found[0]).pipeline == 1 else 1) as pool:
             found += pool.map(run, others)
     differences = first_differences(found)
-    if options.json_path is not None:
-        plain = {"ranks": [one.as_json() for one in found], "differences": list(map(str, differences))}
-        Path(options.json_path).write_text(json.dumps(plain))
     is_well = _show(found, options.gpu_memory)
     for difference in differences:
         click.echo(f"✗ ranks would wait for each other: {difference}")
@@ -157,6 +167,9 @@ def rehearse(**values: Any) -> None:
     most = max(found, key=lambda one: one.peak_bytes)
     if options.ladder and options.gpu_memory is not None and most.peak_bytes > options.gpu_memory:
         _climb_down(most, options.gpu_memory, functools.partial(run, most.rank))
+    if options.json_path is not None:  # last: a file that cannot be written loses nothing
+        plain = {"ranks": [one.as_json() for one in found], "differences": list(map(str, differences))}
+        Path(options.json_path).write_text(json.dumps(plain))
     if differences or not is_well:
         sys.exit(ExitCode.FAILURE)
 
@@ -250,7 +263,6 @@ def _headline(one: RankRehearsal) -> str:
 
 def _show_memory(one: RankRehearsal) -> None:
     from rich import box
-    from rich.console import Console
     from rich.table import Table
 
     found = {kind for peak in one.peaks.values() for kind in peak}
@@ -262,12 +274,7 @@ def _show_memory(one: RankRehearsal) -> None:
     for phase, peak in one.peaks.items():
         values = [peak.get(kind, 0) for kind in kinds]
         table.add_row(phase, *(format_bytes(value) if value else "" for value in values), format_bytes(sum(values)))
-    console = Console(width=200)
-    with console.capture() as capture:
-        console.print(table)
-    for line in capture.get().splitlines():
-        if line.strip():
-            click.echo(line.rstrip())
+    streams.echo_table(table)
     if one.host_bytes or one.disk_bytes:
         per_node = min(one.gpus_per_node, one.world_size)
         click.echo(

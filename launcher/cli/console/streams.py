@@ -11,13 +11,14 @@ import os
 import select
 import sys
 from collections.abc import Callable, Collection, Sequence
-from typing import BinaryIO, TextIO
+from typing import Any, BinaryIO, TextIO
 
 import click
 
 from launcher.base.units import printable
 
 _DEFAULT_COLUMNS = 80
+_NO_LIMIT_COLUMNS = 1000
 
 
 def open_missing() -> None:
@@ -54,6 +55,21 @@ def write(stream: BinaryIO, data: bytes) -> None:
             if error.errno != errno.EPIPE and stream is not sys.stderr.buffer:
                 say(click.style("! ", fg="yellow") + f"standard output: {error.strerror}; the rest is in the logs only")
             return
+
+
+def echo_table(table: Any, console: Any = None) -> None:
+    """Print a table of rich without the blank lines, and the blanks at the ends of lines, that it has.
+
+    console: of rich, as wide as the table may be; None: a line of a terminal is not cut.
+    """
+    from rich.console import Console
+
+    console = console or Console(width=_NO_LIMIT_COLUMNS)
+    with console.capture() as capture:
+        console.print(table)
+    for line in capture.get().splitlines():
+        if line.strip():
+            click.echo(line.rstrip())
 
 
 def shows_colors(stream: TextIO) -> bool:
