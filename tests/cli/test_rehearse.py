@@ -10,7 +10,7 @@ from unittest import mock
 import pytest
 from click.testing import CliRunner, Result
 from harness import scripts
-from harness.launch.command import run_launch
+from harness.launch.command import Launch, run_launch, wait_until
 
 from launcher.base.errors import UsageError
 from launcher.cli.commands import rehearse
@@ -56,6 +56,21 @@ def test_ranks_of_all_roles(tmp_path: Path) -> None:
     assert "the 2 rehearsed ranks issue the same collectives in the same order" in result.out
 
 
+def test_a_killed_command_leaves_no_rank(tmp_path: Path) -> None:
+    waiting = """
+        import os, time
+        open("pid.part", "w").write(str(os.getpid()))
+        os.rename("pid.part", "pid")
+        time.sleep(600)
+    """
+    job = Launch(tmp_path, "rehearse", "--ranks", "4", scripts.write(tmp_path, waiting))
+    wait_until((tmp_path / "pid").exists, "the rehearsed rank")
+    rank = Path("/proc", (tmp_path / "pid").read_text())
+    assert rank.exists()
+    job.process.kill()
+    wait_until(lambda: not rank.exists(), "the end of the rank")
+
+
 # ---- without a rehearsal ----
 
 MESH = {"pipeline": 4, "data": 1, "sequence": 1, "tensor": 1, "expert": 1}
@@ -80,6 +95,13 @@ def test_ranks_that_would_wait_for_each_other_are_a_failure(tmp_path: Path, monk
     assert result.exit_code == 1
     assert '✗ ranks would wait for each other: collective 1 of "all ranks" (4 ranks, 0 to 3): rank 0' in result.output
     assert run(tmp_path, "--ranks", "4", "--rank", "3", "train.py", found=ranks).exit_code == 0
+
+
+def test_a_file_that_cannot_be_written_hides_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = run(tmp_path, "--ranks", "4", "--rank", "0", "--json", "no/such.json", "train.py", found={0: found_by(0)})
+    assert isinstance(result.exception, OSError)
+    assert "rank 0 of 4" in result.output
 
 
 def test_memory_of_every_rank_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
