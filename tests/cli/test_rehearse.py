@@ -68,6 +68,7 @@ def test_a_killed_command_leaves_no_rank(tmp_path: Path) -> None:
     rank = Path("/proc", (tmp_path / "pid").read_text())
     assert rank.exists()
     job.process.kill()
+    job.process.wait()
     wait_until(lambda: not rank.exists(), "the end of the rank")
 
 
