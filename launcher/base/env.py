@@ -88,6 +88,11 @@ RESUME = EnvVar(
     "what the run continues from: `auto`, `never`, a folder, or nothing (`--resume`)",
     "set",
 )
+CONFIG_PATCH = EnvVar(
+    "LAUNCH_CONFIG_PATCH",
+    "JSON that changes the config of every engine, sections merged key by key, null removes a key",
+    "read",
+)
 ENGINE = EnvVar("LAUNCH_ENGINE", "what `import deepspeed` finds: `auto` or `builtin` (`--engine`)", "set")
 LOG_DIR = EnvVar("LAUNCH_LOG_DIR", "parent folder of run folders, instead of ./runs", "read")
 TERM_IS_NOTICE = EnvVar(

@@ -284,7 +284,7 @@ class DeepSpeedConfig:
 
         What the engine would refuse is taken: none is built. Raises: ConfigError.
         """
-        loaded = load_config(config, for_planning=True)
+        loaded = load_config(config, for_planning=True, is_of_engine=True)
         settings = loaded.config
         self.world_size = _data_ranks(settings.sequence_parallel_size, mpu, mesh_device)
         self._settings, _ = resolve_auto(settings, AutoFacts(world_size=self.world_size, hidden_size=None))

@@ -18,6 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from launcher.base import env
 from launcher.base.errors import ConfigAssertionError, ConfigError, Diagnostic
 from launcher.config.check import check
 from launcher.config.fields import Finding, KeyPath
@@ -54,9 +55,11 @@ def load_config(
     for_planning: bool = False,
     model_stages: int | None = None,
     sequence_parallel_size: int | None = None,
+    is_of_engine: bool = False,
 ) -> LoadedConfig:
     """Load and check a config: a path (JSON or YAML), a dict, JSON text, or base64 of JSON text.
 
+    is_of_engine: LAUNCH_CONFIG_PATCH changes it, as it does every config that an engine is built with.
     world_size: all ranks, where known; the mesh and the batch equation are checked with it.
     sequence_parallel_size: of groups that exist already; a config that has the key must have the same size.
     for_planning: what this release does not do is a notice instead of an error.
@@ -76,6 +79,8 @@ def load_config(
     if not isinstance(located.value, Mapping):
         raise ConfigError("a config is an object with keys", where=_place(name, (1, 1)), hint='such as {"bf16": ...}')
     raw = dict(located.value)
+    if is_of_engine and (patch := _patch_of_environment()):
+        raw, name = patched(raw, patch), f"{name} with {env.CONFIG_PATCH.name}"
     given = raw if sequence_parallel_size is None else _with_sequence_size(raw, sequence_parallel_size)
     checked = check(given, world_size, for_planning=for_planning, model_stages=model_stages)
     errors = duplicates + [_locate(finding, located, name) for finding in checked.errors]
@@ -84,6 +89,28 @@ def load_config(
         raise kind.from_diagnostics(sorted(errors, key=_in_file_order))
     notices = tuple(_locate(finding, located, name) for finding in checked.notices)
     return LoadedConfig(checked.config, notices, name, raw)
+
+
+def patched(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with the values of a patch, sections merged key by key; null removes a key (RFC 7396)."""
+    merged = dict(config)
+    for key, value in patch.items():
+        if value is None:
+            merged.pop(key, None)
+        elif isinstance(value, Mapping):
+            section = config.get(key)
+            merged[key] = patched(section if isinstance(section, Mapping) else {}, value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _patch_of_environment() -> dict[str, Any]:
+    text = os.environ.get(env.CONFIG_PATCH.name) or "{}"
+    patch = read_json(text, env.CONFIG_PATCH.name).value
+    if not isinstance(patch, dict):
+        raise ConfigError("a patch is an object with keys", where=env.CONFIG_PATCH.name, hint='{"bf16": ...}, or unset')
+    return patch
 
 
 def _with_sequence_size(raw: dict[str, Any], size: int) -> dict[str, Any]:

@@ -106,6 +106,7 @@ def initialize(
         world_size=world.world_size,
         model_stages=requested_stages(model),
         sequence_parallel_size=sequence_size(mpu, mesh_param, world.world_size),
+        is_of_engine=True,
     )
     sizes = sizes_with_experts(mesh_sizes(loaded.config, world.world_size), model)
     facts = AutoFacts(world.world_size, sizes.model_size, hidden_size=_hidden_size(model))

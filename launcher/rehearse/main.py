@@ -16,7 +16,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,6 @@ from launcher.base.errors import EngineError, LauncherError
 from launcher.base.processes import die_with_parent
 from launcher.comm.groups import RankGroup
 from launcher.compat import install
-from launcher.config.load import LoadedConfig, load_config
 from launcher.engine.engine import Engine
 from launcher.kernels.api import GradScale, Kernel, Span
 from launcher.kernels.cpu import CpuKernel, CpuKernelStatus
@@ -117,15 +116,6 @@ class _Kernel(CpuKernel):
 # ---- one rehearsal ----
 
 
-def patched(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a config with the values of a patch, sections merged key by key."""
-    merged = dict(config)
-    for key, value in patch.items():
-        is_section = isinstance(value, Mapping) and isinstance(config.get(key), Mapping)
-        merged[key] = patched(config[key], value) if is_section else value
-    return merged
-
-
 class Rehearsal(Follower):
     """A rank whose peers, memory and devices are not there."""
 
@@ -137,16 +127,14 @@ class Rehearsal(Follower):
         num_steps: int,
         announced: dict[str, str],
         backend: str = "nccl",
-        patch: Mapping[str, Any] | None = None,
     ) -> None:
         """announced: by stage of a pipeline, what other rehearsed ranks have said of the tensors that it returns.
 
-        backend: whose way of carrying out collectives is rehearsed. patch: changes the config of every engine.
+        backend: whose way of carrying out collectives is rehearsed.
         """
         super().__init__(RankRehearsal(rank, world_size, gpus_per_node, announced=announced), num_steps)
         self._num_local = min(gpus_per_node, world_size)
         self._backend = backend
-        self._patch = patch or {}
         self._mode = VirtualTensors(self.ledger, self.recorder.carry_out, self.num_kernels, self.reads)
 
     def variables(self) -> dict[str, str]:
@@ -191,7 +179,6 @@ class Rehearsal(Follower):
             (launcher.engine.parallel, "node_sizes"): self._node_sizes,
             (launcher.engine.sharded, "watch_order"): nothing,  # there is no peer to wait for
             (launcher.engine.build, "keep_freed_memory"): nothing,
-            (launcher.engine.build, "load_config"): self._load_patched(),
             (launcher.engine.stages, "measured_on_rank_0"): lambda measure: [1.0] * len(measure()),
             (StageTransfers, "send_text"): self._announce(),
             (StageTransfers, "receive_text"): self._announced(),
@@ -201,13 +188,6 @@ class Rehearsal(Follower):
             (Engine, "load_checkpoint"): lambda *_, **__: (None, {}),
             **cuda_functions(self._num_local),
         }
-
-    def _load_patched(self) -> Callable[..., LoadedConfig]:
-        def load_patched(source: Any, **facts: Any) -> LoadedConfig:
-            found = load_config(source, **facts)
-            return load_config(patched(found.raw, self._patch), **facts) if self._patch else found
-
-        return load_patched
 
     def _node_sizes(self, world: RankGroup) -> list[int]:
         world.communicator.gather_rows(torch.zeros(2, dtype=torch.float64))  # as in a real run

@@ -94,7 +94,7 @@ def settings_for_construction(config: Any) -> Config:
     """
     if config is None:
         return Config()
-    loaded = load_config(config).config.model_copy(update={"optimizer": None, "scheduler": None})
+    loaded = load_config(config, is_of_engine=True).config.model_copy(update={"optimizer": None, "scheduler": None})
     return resolve_auto(loaded, AutoFacts())[0]
 
 

@@ -121,8 +121,8 @@ def test_the_ladder_ends_at_the_first_setting_that_fits(tmp_path: Path, monkeypa
     (tmp_path / "train.py").write_text("")
     needed = {"": 9, "2none": 7, "2cpu": 5, "3none": 4, "3cpu": 3, "3nvme": 2}
 
-    def rehearsed(wanted: dict[str, Any], *_: object, **__: object) -> RankRehearsal:
-        zero = wanted["patch"].get("zero_optimization", {})
+    def rehearsed(_wanted: object, _command: object, patch: dict[str, Any], **_: object) -> RankRehearsal:
+        zero = patch.get("zero_optimization", {})
         place = zero.get("offload_optimizer", {"device": "none"})["device"] if zero else ""
         size = needed[f"{zero.get('stage', '')}{place}"]
         return found_by(0, rung=(1, "none", "none"), peaks={"forward": {"parameters": size << 20}})

@@ -84,11 +84,11 @@ class RehearseOptions:
         """What the rank runs: its kind, target and arguments."""
         return ["module" if self.module else "script", self.script, *self.script_args]
 
-    def wanted(self, rank: int, announced: dict[str, str], patch: dict[str, Any]) -> dict[str, Any]:
-        """Return what `launcher.rehearse.main` gets. patch: changes the script's config."""
+    def wanted(self, rank: int, announced: dict[str, str]) -> dict[str, Any]:
+        """Return what `launcher.rehearse.main` gets."""
         return {
             "rank": rank, "world_size": self.ranks, "gpus_per_node": self.gpus_per_node, "num_steps": self.steps,
-            "backend": self.backend, "announced": announced, "patch": patch,
+            "backend": self.backend, "announced": announced,
         }  # fmt: skip
 
 
@@ -139,7 +139,7 @@ def rehearse(**values: Any) -> None:
 
     def run(rank: int, patch: dict[str, Any] | None = None) -> RankRehearsal:
         def run_alone(one: int) -> RankRehearsal:
-            found = run_rank(options.wanted(one, announced, patch or {}), options.command, verbose=options.verbose)
+            found = run_rank(options.wanted(one, announced), options.command, patch or {}, verbose=options.verbose)
             announced.update(found.announced)
             return found
 
@@ -200,13 +200,18 @@ def _climb_down(most: RankRehearsal, gpu_memory: int, run: Callable[[dict[str, A
     )
 
 
-def run_rank(wanted: dict[str, Any], command: Sequence[str], *, verbose: bool) -> RankRehearsal:
-    """Rehearse one rank in a process of its own. Raises: LauncherError where it leaves no result."""
+def run_rank(wanted: dict[str, Any], command: Sequence[str], patch: dict[str, Any], *, verbose: bool) -> RankRehearsal:
+    """Rehearse one rank in a process of its own. Raises: LauncherError where it leaves no result.
+
+    patch: changes the script's config.
+    """
     with tempfile.TemporaryDirectory(prefix="launch-rehearsal-") as folder:
         path, output = Path(folder, "rank.json"), Path(folder, "output")
         path.write_text(json.dumps(wanted))
         # One thread: little is computed, and what runs beside it would wait for the others' to spin.
         variables = {**os.environ, env.REHEARSAL.name: str(path), env.OMP_NUM_THREADS.name: "1"}
+        if patch:
+            variables[env.CONFIG_PATCH.name] = json.dumps(patch)
         with output.open("wb") as file:
             ended = subprocess.run(
                 [*own_argv("launcher.rehearse.main"), *command],

@@ -225,7 +225,7 @@ def tp_model_init(
             where="tp_model_init(tp_size=...)",
             hint="give a size that does",
         )
-    settings = TensorParallel() if config is None else load_config(config).config.tensor_parallel
+    settings = TensorParallel() if config is None else load_config(config, is_of_engine=True).config.tensor_parallel
     if settings.autotp_size not in (0, tp_size):
         raise EngineError(
             f"tp_size {tp_size} is not tensor_parallel.autotp_size {settings.autotp_size} of the config",

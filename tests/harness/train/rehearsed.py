@@ -163,8 +163,8 @@ def rehearse_script(
     """Rehearse a script as `launch rehearse` does, in a fork; return what was found, and what it printed."""
     path = folder / f"rank_{rank}.json"
     world = {"world_size": world_size, "gpus_per_node": 8, "num_steps": NUM_STEPS}
-    path.write_text(json.dumps({**world, "rank": rank, "announced": {}, "patch": patch or {}}))
-    env = {"LAUNCH_REHEARSAL": str(path)}
+    path.write_text(json.dumps({**world, "rank": rank, "announced": {}}))
+    env = {"LAUNCH_REHEARSAL": str(path), "LAUNCH_CONFIG_PATCH": json.dumps(patch or {})}
     result = run_ranks(folder, 0, rehearse_main, "script", script, *arguments, env=env, preload=PRELOAD)
     return RankRehearsal.from_json(path.read_text()), result
 
