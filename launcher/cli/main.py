@@ -49,6 +49,7 @@ COMMANDS = {
         f"{_PACKAGE}.estimate", "estimate", "Show what memory a model needs, and which setting fits.", _ENGINE
     ),
     "rehearse": _Lazy(f"{_PACKAGE}.rehearse", "rehearse", "Run SCRIPT as ranks of a world that is not there.", _ENGINE),
+    "plan": _Lazy(f"{_PACKAGE}.plan", "plan", "Rank all ways to train a model on machines you name.", _ENGINE),
     "checkpoint": _Lazy(
         f"{_PACKAGE}.checkpoint", "checkpoint_group", "List, verify, remove or convert checkpoints.", _ENGINE
     ),
@@ -74,7 +75,6 @@ _OTHER_NAMES = {
     "list": 'did you mean "ps"?',
     "jobs": 'did you mean "ps"?',
     "status": 'did you mean "ps"?',
-    "plan": "launch --dry-run SCRIPT shows the plan; launch estimate which settings fit",
     "submit": "launch sbatch --submit SCRIPT",
     "doctor": 'did you mean "check"?',
     "env": "launch report",

@@ -24,6 +24,8 @@ _SPELLINGS = {  # one meaning -> the names that configs use for it
     "kv_heads": ("num_key_value_heads",),
     "head": ("head_dim", "d_kv"),
     "vocab": ("vocab_size",),
+    "experts": ("num_local_experts", "num_experts", "n_routed_experts"),
+    "active_experts": ("num_experts_per_tok", "moe_k"),
     "length": ("max_position_embeddings", "n_positions", "n_ctx", "seq_length", "max_seq_len"),
 }
 _MAX_SIZE, _MAX_LAYERS = 10**9, 10**4
@@ -87,6 +89,8 @@ def shape_of(config: ArchitectureConfig) -> TransformerShape:
         num_kv_heads=config.number("kv_heads", heads),
         head_size=config.number("head", max(1, hidden // heads)),
         is_gated=is_gated,
+        num_experts=config.number("experts", 0),
+        num_active_experts=config.number("active_experts", 0),
         max_length=config.number("length", 0) or None,
     )
 

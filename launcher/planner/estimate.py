@@ -31,6 +31,15 @@ class RankPart:
 
     model: ModelFacts  # with the parameters of its stages alone
     share: Share  # of the activations
+    rank: int = 0  # of the pipeline
+
+    def share_of(self, plan: PipelinePlan) -> Share:
+        """Return its share where a step has another number of micro-batches."""
+        if plan.num_ranks == 1:
+            return self.share
+        has_head = self.share.num_heads > 0
+        num_heads = 0 if not has_head else plan.num_micro_batches if plan.schedule == "gpipe" else 1
+        return Share(self.share.layers, plan.in_flight(self.rank), num_heads)
 
 
 def rank_parts(model: ModelFacts, plan: PipelinePlan, method: str = "best") -> list[RankPart]:
@@ -50,9 +59,8 @@ def rank_parts(model: ModelFacts, plan: PipelinePlan, method: str = "best") -> l
         own = plan.stages_of(rank)
         params = tuple(param for stage in own for index in stages[stage] for param in layers[index])
         num_layers = max(len(stages[stage]) for stage in own)
-        num_heads = 0 if last not in own else plan.num_micro_batches if plan.schedule == "gpipe" else 1
-        share = Share(num_layers / max(1, len(layers)), plan.in_flight(rank), num_heads)
-        parts.append(RankPart(replace(model, params=params), share))
+        part = RankPart(replace(model, params=params), Share(num_layers / max(1, len(layers)), 1, last in own), rank)
+        parts.append(replace(part, share=part.share_of(plan)))
     return parts
 
 
@@ -101,7 +109,7 @@ class Machines:
     gpus_per_node: int = 1
     gpu_memory_bytes: int | None = None
     cpu_memory_bytes: int | None = None  # of one node
-    context_bytes: int = CUDA_CONTEXT_BYTES
+    context_bytes: int = CUDA_CONTEXT_BYTES  # 0: ranks train on the CPU
 
     @property
     def world_size(self) -> int:
@@ -214,15 +222,17 @@ def _row(model: ModelFacts, machines: Machines, setting: Setting, workload: Work
     parts = [RankPart(model, Share())]
     if setting.pipeline.num_ranks > 1:
         parts = rank_parts(model, setting.pipeline, setting.partition)
-    needed = [_memory(part, machines, setting, workload) for part in parts]
+    needed = [part_memory(part, machines, setting, workload) for part in parts]
     memory = max(needed, key=lambda one: (one.device, one.host))  # of the ranks of a pipeline, the one that needs most
     per_node = machines.gpus_per_node
     return Row(setting, memory, memory.host * per_node, memory.disk * per_node, tuple(refusals(setting)))
 
 
-def _memory(part: RankPart, machines: Machines, setting: Setting, workload: Workload | None) -> RankMemory:
+def part_memory(part: RankPart, machines: Machines, setting: Setting, workload: Workload | None) -> RankMemory:
+    """Return what a pipeline rank needs, with CUDA's and NCCL's own. workload: None leaves activations out."""
     memory = rank_memory(part.model, setting, machines.world_size)
-    context = machines.context_bytes + (NCCL_BYTES if machines.world_size > 1 else 0)
+    has_nccl = machines.world_size > 1 and machines.context_bytes > 0  # on a GPU
+    context = machines.context_bytes + (NCCL_BYTES if has_nccl else 0)
     activations, shape = 0, part.model.shape
     if workload is not None and shape is not None:
         own = replace(workload, num_sequence_ranks=setting.sizes.sequence)

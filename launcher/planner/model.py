@@ -48,6 +48,11 @@ class Parameter:
     numel: int
     trainable: bool = True
 
+    @property
+    def is_expert(self) -> bool:
+        """Whether it belongs to one of several experts, as names tell."""
+        return _EXPERTS.search(self.name) is not None
+
 
 @dataclass(frozen=True)
 class TransformerShape:
@@ -61,6 +66,8 @@ class TransformerShape:
     num_kv_heads: int = 0  # 0: as many as heads
     head_size: int = 0  # 0: hidden size / heads
     is_gated: bool = False  # the feed-forward part has a gate beside its first layer (SwiGLU, GEGLU)
+    num_experts: int = 0  # of each mixture; 0: there are none
+    num_active_experts: int = 0  # that a token goes to
     max_length: int | None = None  # longest sequence, where the model says it
 
     @property
@@ -137,8 +144,7 @@ class ModelFacts:
         if num_ranks == 1:
             return self
         params = tuple(
-            replace(param, numel=-(-param.numel // num_ranks)) if _EXPERTS.search(param.name) else param
-            for param in self.params
+            replace(param, numel=-(-param.numel // num_ranks)) if param.is_expert else param for param in self.params
         )
         return replace(self, params=params)
 
@@ -162,7 +168,7 @@ class ModelFacts:
         trained = [param for param in self.params if param.trainable]
         numels, blocks = [param.numel for param in trained], [block_of(param.name) for param in trained]
         min_numel = min_unit_numel(shards_params=shards_params, offloads_optimizer=offloads_optimizer)
-        kinds = [are_experts_apart and _EXPERTS.search(param.name) is not None for param in trained]
+        kinds = [are_experts_apart and param.is_expert for param in trained]
         units = form_units(numels, blocks, kinds, min_numel=min_numel, max_numel=max_unit_numel)
         return [sum(numels[index] for index in unit) for unit in units]
 

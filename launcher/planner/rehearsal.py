@@ -21,6 +21,23 @@ KINDS = (
 PHASES_OF_STEP = ("forward", "backward", "step")
 
 
+class DeviceWork(NamedTuple):
+    """What a device would do."""
+
+    flops: float = 0.0  # of products of matrices, convolutions and attention
+    product_bytes: float = 0.0  # that these read and write
+    moved_bytes: float = 0.0  # that all other operations read and write
+    num_kernels: float = 0.0  # operations of torch, each a launch by the host
+
+    def times(self, factor: float) -> DeviceWork:
+        """Return so many times of it."""
+        return DeviceWork(*(each * factor for each in self))
+
+    def plus(self, other: DeviceWork) -> DeviceWork:
+        """Return both together."""
+        return DeviceWork(*(one + each for one, each in zip(self, other, strict=True)))
+
+
 class Group(NamedTuple):
     """A process group."""
 
@@ -56,7 +73,11 @@ class RankRehearsal:
     peaks: dict[str, dict[str, int]] = field(default_factory=dict)  # phase -> kind -> bytes, when they were most
     host_bytes: int = 0  # of offloaded states, page-locked on a GPU
     disk_bytes: int = 0
-    num_kernels: dict[str, int] = field(default_factory=dict)  # of the last step, by phase
+    work: dict[str, DeviceWork] = field(default_factory=dict)  # of a device in the last step, by phase
+    micro_batch: int = 0  # of the engine
+    num_micro_batches: int = 0
+    config: dict[str, Any] = field(default_factory=dict)  # of the engine, with nothing left to "auto"
+    params: list[tuple[str, int, bool]] = field(default_factory=list)  # name, elements, whether it is trained
     reads: dict[str, int] = field(default_factory=dict)  # numbers that the host waited for in it, by file:line
     computed: dict[str, int] = field(default_factory=dict)  # operations whose shapes torch cannot compute alone
     seconds: float = 0.0
@@ -95,6 +116,8 @@ class RankRehearsal:
         del found["format"]
         found["groups"] = [Group(purpose, tuple(ranks)) for purpose, ranks in found["groups"]]
         found["calls"] = [Call(*call) for call in found["calls"]]
+        found["work"] = {phase: DeviceWork(*work) for phase, work in found["work"].items()}
+        found["params"] = [tuple(param) for param in found["params"]]
         found["rung"] = None if found["rung"] is None else tuple(found["rung"])
         return cls(**found)
 

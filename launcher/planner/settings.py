@@ -45,10 +45,15 @@ _INFERENCE_LADDER = ((0, "none", "none"), (3, "none", "none"), (3, "none", "cpu"
 def ladder(config: Config, world_size: int, *, trains: bool = True) -> list[Setting]:
     """Return the settings worth trying, quickest first, with the precision and buffers of a resolved config."""
     has_pipeline = mesh_sizes(config, world_size).pipeline > 1
-    rungs: Sequence[tuple[int, str, str]] = _PIPELINE_LADDER if has_pipeline else _LADDER
+    chosen = rungs(has_pipeline=has_pipeline)
     if not trains:
-        rungs = _INFERENCE_LADDER[:1] if has_pipeline else _INFERENCE_LADDER
-    return [setting_of(at(config, *rung), world_size, trains=trains) for rung in rungs]
+        chosen = _INFERENCE_LADDER[:1] if has_pipeline else _INFERENCE_LADDER
+    return [setting_of(at(config, *rung), world_size, trains=trains) for rung in chosen]
+
+
+def rungs(*, has_pipeline: bool = False) -> Sequence[tuple[int, str, str]]:
+    """Return the rungs of the ladder: stage, where the optimizer is, where parameters are."""
+    return _PIPELINE_LADDER if has_pipeline else _LADDER
 
 
 def rungs_below(stage: int, optimizer: str, param: str, *, has_pipeline: bool = False) -> list[tuple[int, str, str]]:
@@ -56,14 +61,17 @@ def rungs_below(stage: int, optimizer: str, param: str, *, has_pipeline: bool = 
 
     Each is (stage, where the optimizer is, where parameters are).
     """
-    rungs = _PIPELINE_LADDER if has_pipeline else _LADDER
     places = [place.value for place in (Place.DEVICE, Place.HOST, Place.DISK)]
 
     def depth(rung: tuple[int, str, str]) -> tuple[int, ...]:
         return (rung[0], *(places.index(place) for place in rung[1:]))
 
     now = depth((stage, optimizer, param))
-    return [rung for rung in rungs if depth(rung) != now and all(a >= b for a, b in zip(depth(rung), now, strict=True))]
+    return [
+        rung
+        for rung in rungs(has_pipeline=has_pipeline)
+        if depth(rung) != now and all(a >= b for a, b in zip(depth(rung), now, strict=True))
+    ]
 
 
 def rung_keys(stage: int, optimizer: str, param: str) -> dict[str, Any]:
@@ -180,7 +188,7 @@ def setting_of(config: Config, world_size: int, *, trains: bool = True) -> Setti
     sizes = mesh_sizes(config, world_size)
     policy = zero_policy(config, sizes.num_replicas)
     pipeline = pipeline_plan(config, _num_micro_batches(config, sizes)) or PipelinePlan()
-    return Setting(zero.stage, policy, _states(config), sizes, pipeline, config.pipeline.partition, trains)
+    return Setting(zero.stage, policy, states_of(config), sizes, pipeline, config.pipeline.partition, trains)
 
 
 def _num_micro_batches(config: Config, sizes: MeshSizes) -> int:
@@ -203,7 +211,8 @@ def micro_batch_of(config: Config, world_size: int) -> int | None:
     return max(1, config.train_batch_size // ((config.gradient_accumulation_steps or 1) * num_shares))
 
 
-def _states(config: Config) -> States:
+def states_of(config: Config) -> States:
+    """Return what the optimizer of a config keeps of each element."""
     optimizer = config.optimizer
     if optimizer is None:
         return States()

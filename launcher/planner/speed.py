@@ -25,6 +25,7 @@ class RankSpeed:
     to_device_bytes_per_s: float | None = None  # from page-locked host memory; None: the device is the host
     disk_read_bytes_per_s: float | None = None  # None: not asked for, or another rank of the host measures it
     disk_write_bytes_per_s: float | None = None
+    kernel_s: float = 0.0  # of a small operation in a module, forward and backward; 0: not measured
 
 
 @dataclass(frozen=True)
@@ -70,6 +71,7 @@ class Speed:
     ranks: list[RankSpeed] = field(default_factory=list)
     collectives: list[CollectiveSpeed] = field(default_factory=list)
     links: list[LinkSpeed] = field(default_factory=list)
+    factors: dict[str, float] = field(default_factory=dict)  # of the parts of a step, as `launch tune` has learnt them
 
     @property
     def key(self) -> str:
@@ -94,6 +96,7 @@ class Speed:
             [RankSpeed(**each) for each in found["ranks"]],
             [CollectiveSpeed(**each) for each in found["collectives"]],
             [LinkSpeed(tuple(each["nodes"]), tuple(each["hosts"]), each["bytes_per_s"]) for each in found["links"]],
+            found.get("factors", {}),
         )
 
 

@@ -36,6 +36,7 @@ _SIZES = tuple(2**power for power in (12, 15, 18, 21, 24, 26))  # bytes of a col
 _LINK_BYTES = 2**24
 _LEAST_CALLS, _MOST_CALLS = 3, 50
 _DISK_BYTES = 2**28
+_SMALL_LAYERS, _SMALL_KERNELS = 32, 5  # a layer has a product, and two products and two sums in backward
 
 
 def main() -> None:
@@ -75,11 +76,12 @@ def _rank_speed(world: RankGroup, seconds: float, folder: str | None) -> RankSpe
     device = world.device
     is_cpu = device.type == "cpu"
     name = "cpu" if is_cpu else str(device_module(device).get_device_name(device))
-    each_s = seconds / (len(_DTYPES) + 2)
+    each_s = seconds / (len(_DTYPES) + 3)
     matmul = {kind: _matmul_flops(dtype, device, each_s) for kind, dtype in _DTYPES.items()}
     size = _COPY_BYTES[is_cpu]
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     copied = 2 * size / _median_s(lambda: target.copy_(source), device, each_s)
+    kernel_s = _kernel_s(device, each_s)
     to_device = None
     if not is_cpu:
         host = torch.ones(size, dtype=torch.uint8, pin_memory=True)
@@ -88,7 +90,7 @@ def _rank_speed(world: RankGroup, seconds: float, folder: str | None) -> RankSpe
     if folder is not None and os.environ.get(env.LOCAL_RANK.name, "0") == "0":
         read, write = _disk_rates(folder, seconds)
     node = int(os.environ.get(env.NODE_RANK.name, "0"))
-    return RankSpeed(world.rank, node, socket.gethostname(), name, matmul, copied, to_device, read, write)
+    return RankSpeed(world.rank, node, socket.gethostname(), name, matmul, copied, to_device, read, write, kernel_s)
 
 
 def _matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float) -> float:
@@ -101,6 +103,17 @@ def _matmul_flops(dtype: torch.dtype, device: torch.device, seconds: float) -> f
         if took_s * 8 > seconds / _LEAST_CALLS:  # the next one takes eight times as long
             break
     return best
+
+
+def _kernel_s(device: torch.device, seconds: float) -> float:
+    """Return the seconds of one small operation: of modules, of autograd, and of what it leads to in backward."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(8, 8, device=device) for _ in range(_SMALL_LAYERS)))
+    x = torch.ones(8, 8, device=device)
+
+    def train() -> None:
+        model(x).sum().backward()
+
+    return _median_s(train, device, seconds) / (_SMALL_KERNELS * _SMALL_LAYERS)
 
 
 def _disk_rates(folder: str, seconds: float) -> tuple[float, float]:

@@ -21,7 +21,7 @@ import launcher.engine.watch
 from launcher.comm import observe
 from launcher.comm.mesh import current_mesh
 from launcher.comm.torch_internals import tree_leaves
-from launcher.planner.rehearsal import RankRehearsal
+from launcher.planner.rehearsal import DeviceWork, RankRehearsal
 from launcher.rehearse.collectives import CollectiveRecorder
 from launcher.rehearse.ledger import (
     BACKWARD,
@@ -37,6 +37,7 @@ from launcher.rehearse.ledger import (
     Ledger,
 )
 from launcher.rehearse.torch_tools import DispatchMode
+from launcher.sharding.layout import unsharded_numel
 from launcher.sharding.mesh import AXES
 
 _PHASES = {"forward": FORWARD, "backward": BACKWARD, "step": STEP}
@@ -57,7 +58,7 @@ class Follower:
         self._num_wanted = num_steps
         self.ledger = Ledger()
         self.recorder = CollectiveRecorder(self.ledger)
-        self.num_kernels: Counter[str] = Counter()  # that a device would launch in the last step, by phase
+        self.work: dict[str, DeviceWork] = {}  # what a device would do in the last step, by phase
         self.reads: Counter[str] = Counter()  # numbers that the host has waited for in it, by file:line
         self._engines: list[Any] = []
         self._runtimes: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -129,7 +130,7 @@ class Follower:
             self._assign_all()
             if self.found.num_steps < self._num_wanted:  # of the last step is what a step needs
                 self.ledger.forget_peaks()
-                self.num_kernels.clear()
+                self.work.clear()
                 self.reads.clear()
 
     def _assign_all(self) -> None:
@@ -147,14 +148,21 @@ class Follower:
         if mesh is not None:
             found.sizes = {axis: int(getattr(mesh.sizes, axis)) for axis in (*AXES, "expert")}
         if self._engines:
-            zero = self._engines[-1]._parts.settings.zero_optimization
+            engine = self._engines[-1]
+            zero = engine._parts.settings.zero_optimization
             found.rung = (int(zero.stage), str(zero.offload_optimizer.device), str(zero.offload_param.device))
+            found.micro_batch = engine.train_micro_batch_size_per_gpu()
+            found.num_micro_batches = engine.gradient_accumulation_steps()
+            found.config = engine._parts.settings.model_dump(mode="json")
+            found.params = [
+                (name, unsharded_numel(param), param.requires_grad) for name, param in engine.module.named_parameters()
+            ]
         # Ranks reach the forward that ends the script after other transfers: what follows the last step is left out.
         found.groups = self.recorder.groups
         found.calls = [call for call in self.recorder.calls if call.step <= max(1, found.num_steps)]
         found.peaks = {phase: peak.by_kind for phase, peak in self.ledger.peaks.items() if peak.total}
         found.host_bytes = self.ledger.taken().get(HOST, 0)
-        found.num_kernels, found.reads = dict(self.num_kernels), dict(self.reads)
+        found.work, found.reads = dict(self.work), dict(self.reads)
         found.resident_bytes = 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return found
 

@@ -135,7 +135,7 @@ class Rehearsal(Follower):
         super().__init__(RankRehearsal(rank, world_size, gpus_per_node, announced=announced), num_steps)
         self._num_local = min(gpus_per_node, world_size)
         self._backend = backend
-        self._mode = VirtualTensors(self.ledger, self.recorder.carry_out, self.num_kernels, self.reads)
+        self._mode = VirtualTensors(self.ledger, self.recorder.carry_out, self.work, self.reads)
 
     def variables(self) -> dict[str, str]:
         """Return what the environment says to the rank."""

@@ -26,8 +26,9 @@ from torch import Tensor
 
 from launcher.base.errors import LauncherError
 from launcher.comm.torch_internals import tree_leaves, tree_map_only
+from launcher.planner.rehearsal import DeviceWork
 from launcher.rehearse.ledger import Ledger
-from launcher.rehearse.torch_tools import DispatchMode, StorageMap
+from launcher.rehearse.torch_tools import DispatchMode, StorageMap, flops_of
 
 # What is larger has no values. Whole numbers and flags carry the structure of a batch, and cost little to compute.
 _MAX_FLOAT_BYTES, _MAX_WHOLE_BYTES = 2**18, 2**26
@@ -64,12 +65,11 @@ class VirtualTensors(DispatchMode):
     """Runs what the thread that has entered it asks of torch. Forked children compute for real."""
 
     def __init__(
-        self, ledger: Ledger, carry_out: Callable[..., Any], num_kernels: Counter[str], reads: Counter[str]
+        self, ledger: Ledger, carry_out: Callable[..., Any], work: dict[str, DeviceWork], reads: Counter[str]
     ) -> None:
         """ledger: takes the bytes of every tensor. carry_out: an operation of torch.distributed.
 
-        num_kernels, reads: filled with what a device would launch, by phase, and with what the host reads of it, by
-        file:line.
+        work, reads: filled with what a device would do, by phase, and with what the host reads of it, by file:line.
         """
         super().__init__()
         self._ledger = ledger
@@ -78,7 +78,7 @@ class VirtualTensors(DispatchMode):
         # Storages whose content is not computed while they have more bytes than this.
         self._limits: StorageMap[int] = StorageMap()
         self._guessed: StorageMap[None] = StorageMap()  # small ones that hold ones in place of what a model computes
-        self._num_kernels, self._reads = num_kernels, reads
+        self._work, self._reads = work, reads
         self._last_read = ("", 0)  # where, and of which storage
         self.computed: Counter[str] = Counter()  # operations without a kernel for shapes, which have run for real
 
@@ -112,11 +112,25 @@ class VirtualTensors(DispatchMode):
             return self._read(func, name, inputs, args, kwargs)
         if torch.Tag.dynamic_output_shape in func.tags and any(map(self.is_guessed, _deciding(name, inputs))):
             raise self._steered(f"the shape of what {name}() returns")
-        self._num_kernels[self._ledger.phase] += 1
         written = [leaf for leaf in tree_leaves(list(_written(func, args, kwargs))) if isinstance(leaf, Tensor)]
         if written:
-            return self._write(func, written, inputs, args, kwargs)
-        return self._compute(func, name, inputs, args, kwargs)
+            result = self._write(func, written, inputs, args, kwargs)
+        else:
+            result = self._compute(func, name, inputs, args, kwargs)
+        self._count(func, args, kwargs, inputs, written, result)
+        return result
+
+    def _count(
+        self, func: Any, args: Any, kwargs: Any, inputs: list[Tensor], written: list[Tensor], result: Any
+    ) -> None:
+        """Count what a device would do for an operation."""
+        flops = flops_of(func, args, kwargs, result)
+        made = written or [leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor)]
+        moved = sum(each.numel() * each.element_size() for each in (*inputs, *made))
+        if func.overloadpacket.__name__ in _MADE_OF_NOTHING:
+            moved = 0
+        before = self._work.get(self._ledger.phase, DeviceWork())
+        self._work[self._ledger.phase] = before.plus(DeviceWork(flops, moved if flops else 0, 0 if flops else moved, 1))
 
     # ---- operations by what they do ----
 

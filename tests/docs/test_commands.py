@@ -18,9 +18,10 @@ from harness.launch.forked_ranks import in_forks
 from harness.launch.sshd import LoopbackSshd
 from harness.pages import PAGES, ROOT, Shown, blocks_of, commands, resolved, words_of
 
-from launcher.cli.commands import probe, rehearse
+from launcher.cli.commands import plan, probe, rehearse
 from launcher.cli.main import cli
-from launcher.planner.rehearsal import RankRehearsal
+from launcher.config.load import load_config
+from launcher.planner.rehearsal import DeviceWork, RankRehearsal
 from launcher.planner.speed import CollectiveSpeed, RankSpeed, Speed
 
 BASH, EXEC, FIRST = "tests/cli/test_completion.py", "tests/hosts/test_exec.py", "test_the_first_command_of_the_readme"
@@ -285,6 +286,15 @@ SPEED = Speed(
 )
 
 
+REHEARSED = RankRehearsal(
+    0, 2, 2,
+    work={phase: DeviceWork(1e9, 1e6, 1e6, 10) for phase in ("forward", "backward")},
+    peaks={phase: {"parameters": 1 << 20, "activations": 1 << 20} for phase in ("forward", "backward", "step")},
+    micro_batch=2, num_micro_batches=1, params=[("0.weight", 1 << 16, True)],
+    config=load_config({"train_micro_batch_size_per_gpu": 2}).config.model_dump(mode="json"),
+)  # fmt: skip
+
+
 def run(command: str) -> str:
     """Run a command of a page in this process; return what it printed. Ranks and disks are not waited for."""
     for pattern, value in PLACEHOLDERS.items():
@@ -297,6 +307,9 @@ def run(command: str) -> str:
     with contextlib.ExitStack() as stack:
         if name == "probe":
             stack.enter_context(mock.patch.object(probe, "_measure", return_value=SPEED))
+        if name == "plan":
+            stack.enter_context(mock.patch.object(plan, "_probed", return_value=SPEED))
+            stack.enter_context(mock.patch.object(plan, "_rehearsed", return_value=REHEARSED))
         if name == "rehearse" and "examples/" not in command:  # a script that is not there is not run
             stack.enter_context(mock.patch.object(rehearse, "run_rank", return_value=RankRehearsal(0, 64, 8)))
         done = CliRunner().invoke(cli, words, prog_name="launch")

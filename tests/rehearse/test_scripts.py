@@ -43,7 +43,7 @@ def test_it_ends_after_its_steps_and_saves_nothing(tmp_path: Path) -> None:
     assert (found.error, found.num_steps, found.sizes["data"]) == (None, 2, 16)
     assert not (tmp_path / "saved").exists()
     assert [place.rpartition("/")[2] for place in found.reads] == ["script.py:17"]
-    assert found.num_kernels["forward"] == 8
+    assert found.work["forward"].num_kernels == 8
 
 
 def test_a_rank_that_issues_another_collective_is_found(tmp_path: Path) -> None:

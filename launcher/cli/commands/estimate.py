@@ -13,9 +13,8 @@ import click
 from launcher.base.errors import Diagnostic, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.fields import Whole
-from launcher.base.units import parse_bytes
 from launcher.cli.console import streams
-from launcher.cli.options.command import Number, declared, files, option
+from launcher.cli.options.command import Number, declared, files, memory_size, option
 
 if TYPE_CHECKING:
     from launcher.config.schema import Config
@@ -34,14 +33,6 @@ examples:
   launch estimate 70B --inference --num-gpus 4 --gpu-memory 80GB
   launch estimate 2783M --largest 65M --deepspeed-tables
 """
-
-
-def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
-    """Read a size of memory: 80GB, 80GiB."""
-    found = None if value is None else parse_bytes(value)
-    if value is not None and (found is None or not 2**20 <= found <= 2**60):
-        raise click.BadParameter(f"{value!r} is not a size of a memory; write 80GB or 80GiB.")
-    return found
 
 
 def _count(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
@@ -190,9 +181,9 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--heads", type=Number(Whole(1, 10**5)), help="Attention heads, if the model does not say."),
     click.option("--vocab", type=Number(Whole(1, 10**8)), help="Size of the vocabulary, if the model does not say."),
     click.option("--largest", callback=_count, metavar="COUNT", help="Of the largest layer, if MODEL is a count."),
-    click.option("--gpu-memory", callback=_size, metavar="SIZE", help="Memory of one GPU: shows what fits."),
-    click.option("--cpu-memory", callback=_size, metavar="SIZE", help="Memory of one node: shows what fits."),
-    click.option("--cuda-context", callback=_size, metavar="SIZE", help="CUDA's own share. Default: 600MiB."),
+    click.option("--gpu-memory", callback=memory_size, metavar="SIZE", help="Memory of one GPU: shows what fits."),
+    click.option("--cpu-memory", callback=memory_size, metavar="SIZE", help="Memory of one node: shows what fits."),
+    click.option("--cuda-context", callback=memory_size, metavar="SIZE", help="CUDA's own share. Default: 600MiB."),
     click.option(
         "--deepspeed-tables", is_flag=True, help="Print the tables of DeepSpeed's own estimators instead."
     ),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -98,12 +99,28 @@ def _measure(options: Sequence[str], arguments: Sequence[str]) -> Speed:
     return Speed.from_json(json.dumps(found))
 
 
+def _folder() -> Path | None:
+    """Return where measurements are kept, None for a user without a home."""
+    base = os.environ.get("XDG_CACHE_HOME") or (None if (home := home_folder()) is None else str(home / ".cache"))
+    return None if base is None else Path(base, "launch", "speed")
+
+
+def kept_speeds() -> list[Speed]:
+    """Return what was measured before and can still be read."""
+    folder = _folder()
+    found = []
+    for path in [] if folder is None else sorted(folder.glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found.append(Speed.from_json(path.read_text()))
+    return found
+
+
 def _keep(found: Speed) -> Path | None:
     """Write what was measured to the user's cache; return the file, None where it cannot be written."""
-    base = os.environ.get("XDG_CACHE_HOME") or (None if (home := home_folder()) is None else str(home / ".cache"))
-    if base is None:
+    folder = _folder()
+    if folder is None:
         return None
-    path = Path(base, "launch", "speed", re.sub(r"[^A-Za-z0-9,._-]+", "_", found.key)[:120] + ".json")
+    path = folder / (re.sub(r"[^A-Za-z0-9,._-]+", "_", found.key)[:120] + ".json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found.as_json()))
@@ -122,12 +139,22 @@ def _show(found: Speed) -> None:
         f"{counted(nodes, 'node')} · {counted(len(found.ranks), 'rank')} · {found.backend} · {found.measured} UTC"
     )
     kinds = list(found.ranks[0].matmul_flops)
-    header = ["rank", "host", "device", *(f"{kind} TFLOP/s" for kind in kinds), "memory GB/s", "to device", "disk r/w"]
+    header = [
+        "rank",
+        "host",
+        "device",
+        *(f"{kind} TFLOP/s" for kind in kinds),
+        "memory GB/s",
+        "operation",
+        "to device",
+        "disk r/w",
+    ]
     rows = [
         [
             str(each.rank), each.host, each.device,
             *(f"{each.matmul_flops.get(kind, 0.0) / 1e12:.3g}" for kind in kinds),
-            _gigabytes(each.memory_bytes_per_s), _gigabytes(each.to_device_bytes_per_s),
+            _gigabytes(each.memory_bytes_per_s), f"{1e6 * each.kernel_s:.1f} µs" if each.kernel_s else "",
+            _gigabytes(each.to_device_bytes_per_s),
             "" if each.disk_read_bytes_per_s is None
             else f"{_gigabytes(each.disk_read_bytes_per_s)} / {_gigabytes(each.disk_write_bytes_per_s)}",
         ]

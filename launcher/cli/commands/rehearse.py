@@ -20,9 +20,9 @@ from launcher.base import env
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.fields import Whole
-from launcher.base.units import counted, format_bytes, format_duration, parse_bytes
+from launcher.base.units import counted, format_bytes, format_duration
 from launcher.cli.console import streams
-from launcher.cli.options.command import Command, Number, declared, files, option
+from launcher.cli.options.command import Command, Number, declared, files, memory_size, option
 from launcher.planner.rehearsal import (
     KINDS,
     RankRehearsal,
@@ -33,7 +33,7 @@ from launcher.planner.rehearsal import (
 )
 from launcher.transport.command import own_argv
 
-_AT_ONCE = 2  # rehearsals beside each other: each takes one core
+AT_ONCE = 2  # rehearsals beside each other: each takes one core
 _MAX_OUTPUT_BYTES = 8000  # of a script that failed
 _EPILOG = """\b
 examples:
@@ -41,13 +41,6 @@ examples:
   launch rehearse --ranks 1024 --rank 5 --gpu-memory 80GB train.py --model 7b
   launch rehearse --ranks 16 --all-roles --json rehearsal.json -m package.train
 """
-
-
-def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
-    found = None if value is None else parse_bytes(value)
-    if value is not None and (found is None or not 2**20 <= found <= 2**60):
-        raise click.BadParameter(f"{value!r} is not a size of a memory; write 80GB or 80GiB.")
-    return found
 
 
 @dataclass(frozen=True)
@@ -105,7 +98,10 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
         "--backend", type=click.Choice(["nccl", "gloo"]), default="nccl",
         help="Whose way of carrying out collectives: of GPUs or of CPUs. Default: nccl.",
     ),
-    option("--gpu-memory", callback=_size, metavar="SIZE", help="Memory of one GPU: exit code 1 if a rank needs more."),
+    option(
+        "--gpu-memory", callback=memory_size, metavar="SIZE",
+        help="Memory of one GPU: exit code 1 if a rank needs more.",
+    ),
     option(
         "--ladder", is_flag=True,
         help="Where --gpu-memory is too small, rehearse higher stages and offload until one fits.",
@@ -156,7 +152,7 @@ def rehearse(**values: Any) -> None:
         if others:
             streams.say(f"rehearsing {'ranks' if len(others) > 1 else 'rank'} {', '.join(map(str, others))}, too")
         # A stage of a pipeline waits for what the one before it says of the tensors that it returns.
-        with ThreadPoolExecutor(_AT_ONCE if sizes_of(found[0]).pipeline == 1 else 1) as pool:
+        with ThreadPoolExecutor(AT_ONCE if sizes_of(found[0]).pipeline == 1 else 1) as pool:
             found += pool.map(run, others)
     differences = first_differences(found)
     is_well = _show(found, options.gpu_memory)
@@ -295,7 +291,7 @@ def _show_traffic(one: RankRehearsal) -> None:
     for (kind, purpose), sizes in counts.items():
         click.echo(f"{kind:<16}{len(sizes):>5} × of {purpose}, {format_bytes(sum(sizes))}")
     links = ", ".join(f"{format_bytes(size)} {link}" for link, size in one.traffic().items())
-    kernels = ", ".join(f"{number:,} in {phase}" for phase, number in one.num_kernels.items())
+    kernels = ", ".join(f"{work.num_kernels:,.0f} in {phase}" for phase, work in one.work.items())
     if links:
         click.echo(f"sent in a step: {links}")
     if kernels:

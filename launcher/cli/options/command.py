@@ -16,6 +16,7 @@ import click
 
 from launcher.base.errors import UsageError, did_you_mean
 from launcher.base.fields import Limit, Seconds, named, naming, option_of
+from launcher.base.units import parse_bytes
 from launcher.plan.request import check_signals
 
 if TYPE_CHECKING:
@@ -157,6 +158,14 @@ class Ranks(Number):
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         return super().convert("gpu" if value in ("xpu", "npu") else value, param, ctx)
+
+
+def memory_size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
+    """Read a size of a memory, 80GB or 80GiB: the callback of an option."""
+    found = None if value is None else parse_bytes(value)
+    if value is not None and (found is None or not 2**20 <= found <= 2**60):
+        raise click.BadParameter(f"{value!r} is not a size of a memory; write 80GB or 80GiB.")
+    return found
 
 
 def core_list(text: str) -> tuple[int, ...]:
