@@ -23,7 +23,7 @@ from typing import Any
 
 from common import Goal, Section, argument_parser, goals_table, median, rounds_text, table
 
-from launcher.cli.commands.plan import PlanOptions, question_of
+from launcher.cli.commands.plan import PlanOptions, question_of, rehearse_rows
 from launcher.cli.commands.plan_view import label
 from launcher.config.load import patched
 from launcher.config.schema import Config
@@ -31,7 +31,7 @@ from launcher.planner.computing import Transformer
 from launcher.planner.estimate import Machines
 from launcher.planner.hardware import gpu_named, hardware_of
 from launcher.planner.memory import Setting, Workload, rank_memory
-from launcher.planner.model import TransformerShape, parse_count, typical_model, typical_shape
+from launcher.planner.model import parse_count, typical_model, typical_shape
 from launcher.planner.plan import Plan, Question, Row, plan
 from launcher.planner.settings import at, in_precision, resolve, setting_of
 
@@ -125,7 +125,9 @@ def main() -> None:
         check=False, stdout=subprocess.DEVNULL,  # a rank that is slow just then is named, and no failure here
     )  # fmt: skip
     words = ["--global-batch", str(GLOBAL_BATCH), __file__, "--script", str(arguments.layers), json.dumps(BASE)]
-    found = plan(question_of(options_of(words)))
+    options = options_of(words)
+    found = plan(question_of(options))
+    found = rehearse_rows(found, options, [row for row in found.rows if is_measured(row)])
     rows = [row for row in found.rows if is_measured(row)]
     configs = [patched(BASE, row.config()) for row in rows]
     with tempfile.TemporaryDirectory() as folder:
@@ -160,7 +162,8 @@ def main() -> None:
     lines = [
         [
             label(row), f"{row.micro_batch} × {row.num_micro_batches}", f"{1000 * row.seconds:.0f}",
-            f"{1000 * real:.0f}", f"{row.seconds / real:.2f}", f"{row.memory.device / 2**20:.0f}", f"{size / 2**20:.0f}",
+            f"{1000 * real:.0f}", f"{row.seconds / real:.2f}",
+            f"{row.memory.device / 2**20:.1f}", f"{size / 2**20:.1f}",
         ]
         for row, real, size in sorted(zip(rows, seconds, measured["bytes"], strict=True), key=lambda each: each[1])
     ]  # fmt: skip

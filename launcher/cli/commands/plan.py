@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -210,7 +210,7 @@ def plan(**values: Any) -> None:
     question = question_of(options)
     found = compute(question)
     if options.is_script:
-        found = rehearse_rows(found, options)
+        found = rehearse_rows(found, options, found.of_each_kind()[: options.rows] or found.rows[:1])
     changes = [(name, text, _changed(options, question, name, text)) for name, text in options.what_if]
     others = [(name, text, compute(changed)) for name, text, changed in changes]
     chosen = _chosen(found, options.row)
@@ -416,8 +416,8 @@ def _rehearsed(options: PlanOptions, machines: Machines, patch: dict[str, Any]) 
     return run_rank(wanted, options.command, patch, verbose=False)
 
 
-def rehearse_rows(found: Plan, options: PlanOptions) -> Plan:
-    """Return a plan whose rows that are shown have the bytes of rehearsals: formulas are near, these are exact."""
+def rehearse_rows(found: Plan, options: PlanOptions, chosen: Sequence[Row]) -> Plan:
+    """Return a plan whose chosen rows have the bytes of rehearsals: formulas are near, these are exact."""
     from concurrent.futures import ThreadPoolExecutor
 
     from launcher.cli.commands.rehearse import AT_ONCE
@@ -426,7 +426,6 @@ def rehearse_rows(found: Plan, options: PlanOptions) -> Plan:
 
     machines = found.question.machines
     per_node = machines.gpus_per_node
-    chosen = found.of_each_kind()[: options.rows] or list(found.rows[:1])
     streams.say(f"rehearsing {counted(len(chosen), 'setting')} for their bytes")
 
     def exact(row: Row) -> Row:
