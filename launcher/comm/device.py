@@ -249,6 +249,7 @@ def use_local_device(dist_backend: str | None = None) -> torch.device:
 
 
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_MAPPED_BYTES = 2**17  # malloc's own value before it grows
 KEPT_BYTES = 128 * 2**20  # of freed memory at the end of the heap
 LARGEST_IN_HEAP_BYTES = 32 * 2**20  # the most that glibc would reach by itself
 _SETTINGS = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "GLIBC_TUNABLES")
@@ -267,3 +268,11 @@ def keep_freed_memory() -> bool:
         return False
     # One of the two ends the growing of both.
     return bool(mallopt(_M_MMAP_THRESHOLD, LARGEST_IN_HEAP_BYTES)) and bool(mallopt(_M_TRIM_THRESHOLD, KEPT_BYTES))
+
+
+def map_memory() -> bool:
+    """Have each larger block of glibc's malloc be a mapping of its own: until it is touched nothing of it is there, and
+    what is freed leaves the process at once. Returns whether it does, which it does not with another C library.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    return mallopt is not None and bool(mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES))

@@ -105,6 +105,16 @@ def patched(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
+def composed(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the patch that does what two do, one after the other. A null stays: the config is to lose that key."""
+    merged = dict(first)
+    for key, value in second.items():
+        earlier = first.get(key)
+        both = isinstance(value, Mapping) and isinstance(earlier, Mapping)
+        merged[key] = composed(earlier, value) if both else value
+    return merged
+
+
 def _patch_of_environment() -> dict[str, Any]:
     text = os.environ.get(env.CONFIG_PATCH.name) or "{}"
     patch = read_json(text, env.CONFIG_PATCH.name).value

@@ -61,17 +61,25 @@ def rungs_below(stage: int, optimizer: str, param: str, *, has_pipeline: bool = 
 
     Each is (stage, where the optimizer is, where parameters are).
     """
+    now = _depth((stage, optimizer, param))
+    all_rungs = rungs(has_pipeline=has_pipeline)
+    return [rung for rung in all_rungs if _depth(rung) != now and _is_as_deep(_depth(rung), now)]
+
+
+def rungs_above(stage: int, optimizer: str, param: str, *, has_pipeline: bool = False) -> list[tuple[int, str, str]]:
+    """Return the rungs of the ladder that need more memory than a setting, the one that needs least first."""
+    now = _depth((stage, optimizer, param))
+    all_rungs = rungs(has_pipeline=has_pipeline)
+    return [rung for rung in reversed(all_rungs) if _depth(rung) != now and _is_as_deep(now, _depth(rung))]
+
+
+def _depth(rung: tuple[int, str, str]) -> tuple[int, ...]:
     places = [place.value for place in (Place.DEVICE, Place.HOST, Place.DISK)]
+    return (rung[0], *(places.index(place) for place in rung[1:]))
 
-    def depth(rung: tuple[int, str, str]) -> tuple[int, ...]:
-        return (rung[0], *(places.index(place) for place in rung[1:]))
 
-    now = depth((stage, optimizer, param))
-    return [
-        rung
-        for rung in rungs(has_pipeline=has_pipeline)
-        if depth(rung) != now and all(a >= b for a, b in zip(depth(rung), now, strict=True))
-    ]
+def _is_as_deep(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
+    return all(a >= b for a, b in zip(one, other, strict=True))
 
 
 def rung_keys(stage: int, optimizer: str, param: str) -> dict[str, Any]:

@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import re
 import statistics
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
+
+from launcher.base.folders import home_folder
 
 FORMAT = 1  # of the JSON
 SLOW = 0.7  # of what the others have: less is named
@@ -98,6 +103,26 @@ class Speed:
             [LinkSpeed(tuple(each["nodes"]), tuple(each["hosts"]), each["bytes_per_s"]) for each in found["links"]],
             found.get("factors", {}),
         )
+
+
+def named_apart(ranks: list[RankSpeed]) -> list[RankSpeed]:
+    """Return the ranks with names of hosts that tell nodes apart: some of one name get their node's number."""
+    nodes_of: dict[str, set[int]] = {}
+    for each in ranks:
+        nodes_of.setdefault(each.host, set()).add(each.node)
+    return [each if len(nodes_of[each.host]) == 1 else replace(each, host=f"{each.host}/{each.node}") for each in ranks]
+
+
+def kept_file(key: str, kind: str = "") -> Path | None:
+    """Return where the user's cache keeps what was measured on a set of machines, None for a user without a home.
+
+    kind: what else than a probe has measured, such as "factors".
+    """
+    base = os.environ.get("XDG_CACHE_HOME") or (None if (home := home_folder()) is None else str(home / ".cache"))
+    if base is None:
+        return None
+    name = re.sub(r"[^A-Za-z0-9,._-]+", "_", key)[:120]
+    return Path(base, "launch", "speed", f"{name}.{kind}.json" if kind else f"{name}.json")
 
 
 def fits_of(measured: Sequence[CollectiveSpeed]) -> dict[tuple[str, str], Fit]:

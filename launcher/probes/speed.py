@@ -15,7 +15,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from datetime import datetime, timezone
 
 import torch
@@ -26,7 +25,7 @@ from launcher.comm.device import device_module
 from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.hosts import node_sizes
 from launcher.comm.mesh import leave_in_order, subgroup
-from launcher.planner.speed import CollectiveSpeed, LinkSpeed, RankSpeed, Speed
+from launcher.planner.speed import CollectiveSpeed, LinkSpeed, RankSpeed, Speed, named_apart
 from launcher.storage.measure import GRID, DiskMeter
 
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,14 +54,6 @@ def main() -> None:
     if world.rank == 0:
         sys.stdout.write(json.dumps(found.as_json()) + "\n")
         sys.stdout.flush()
-
-
-def named_apart(ranks: list[RankSpeed]) -> list[RankSpeed]:
-    """Return the ranks with names of hosts that tell nodes apart: some of one name get their node's number."""
-    nodes_of: dict[str, set[int]] = {}
-    for each in ranks:
-        nodes_of.setdefault(each.host, set()).add(each.node)
-    return [each if len(nodes_of[each.host]) == 1 else replace(each, host=f"{each.host}/{each.node}") for each in ranks]
 
 
 def _backend() -> str:

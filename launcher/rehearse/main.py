@@ -10,7 +10,6 @@ peers (`torch_tools`), tensors have no values (`virtual`), and what would leave 
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import json
 import os
 import sys
@@ -37,6 +36,7 @@ from launcher import worker
 from launcher.base import env
 from launcher.base.errors import EngineError, LauncherError
 from launcher.base.processes import die_with_parent
+from launcher.comm.device import map_memory
 from launcher.comm.groups import RankGroup
 from launcher.compat import install
 from launcher.engine.engine import Engine
@@ -49,10 +49,6 @@ from launcher.rehearse.follow import Follower, Replacements
 from launcher.rehearse.torch_tools import CpuForCuda, cuda_functions, fake_groups, load_compiler, start_fake_group
 from launcher.rehearse.virtual import VirtualTensors
 from launcher.storage.store import AioSettings, Extent, Transfer, padded
-
-_M_MMAP_THRESHOLD = -3  # malloc.h
-_MAPPED_BYTES = 2**17  # memory of so much is a mapping of its own: nothing of it is there until it is touched
-
 
 # ---- replacements for disks and kernels ----
 
@@ -157,7 +153,7 @@ class Rehearsal(Follower):
         """Have everything in the block be of the rank."""
         load_compiler()
         start_fake_group(self.found.rank, self.found.world_size)
-        ctypes.CDLL(None).mallopt(_M_MMAP_THRESHOLD, _MAPPED_BYTES)
+        map_memory()
         with self.running(self._mode), CpuForCuda():
             yield
 

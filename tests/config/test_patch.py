@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from launcher.base.errors import ConfigError
-from launcher.config.load import load_config, patched
+from launcher.config.load import composed, load_config, patched
 
 CONFIG = {"zero_optimization": {"stage": 1, "overlap_comm": False}, "train_micro_batch_size_per_gpu": 4}
 
@@ -39,3 +39,17 @@ def test_a_wrong_patch_is_named(monkeypatch: pytest.MonkeyPatch, patch: str) -> 
     monkeypatch.setenv("LAUNCH_CONFIG_PATCH", patch)
     with pytest.raises(ConfigError, match=r"LAUNCH_CONFIG_PATCH|stage"):
         load_config(CONFIG, is_of_engine=True)
+
+
+@pytest.mark.parametrize(
+    ("first", "second"),
+    [
+        ({}, {"zero_optimization": {"stage": None}}),
+        ({"zero_optimization": {"stage": 3}}, {"zero_optimization": {"overlap_comm": None}}),
+        ({"zero_optimization": {"stage": 3}}, {"zero_optimization": None, "bf16": {"enabled": True}}),
+        ({"train_micro_batch_size_per_gpu": 8}, {"train_micro_batch_size_per_gpu": None}),
+        ({"train_micro_batch_size_per_gpu": None}, {"train_micro_batch_size_per_gpu": 8}),
+    ],
+)
+def test_one_patch_for_two(first: dict[str, Any], second: dict[str, Any]) -> None:
+    assert patched(CONFIG, composed(first, second)) == patched(patched(CONFIG, first), second)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import re
@@ -14,17 +13,15 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.fields import Seconds, Whole
-from launcher.base.folders import home_folder
 from launcher.base.units import counted, format_bytes
 from launcher.cli.console import streams
-from launcher.cli.options.command import Command, Number, Option, declared, under
+from launcher.cli.options.command import Command, Number, declared, given_words, under
 from launcher.cli.options.hosts import HOST_CHOICE, REACHING
-from launcher.planner.speed import Fit, Speed, fits_of, slow
+from launcher.planner.speed import Fit, Speed, fits_of, kept_file, slow
 from launcher.transport.command import last_json, own_argv
 
 _MODULE = "launcher.probes.speed"
@@ -56,7 +53,7 @@ def probe(ctx: click.Context, /, seconds: float, disk: str | None, plot: str | N
     slower than the others is named; exit code 1 then.
     """
     draw = None if plot is None else _drawing()
-    found = _measure(_options_of_run(ctx), [str(seconds), *([os.path.abspath(disk)] if disk else [])])
+    found = _measure(given_words(ctx), [str(seconds), *([os.path.abspath(disk)] if disk else [])])
     kept = _keep(found)
     if as_json:
         click.echo(json.dumps(found.as_json(), indent=2))
@@ -67,21 +64,6 @@ def probe(ctx: click.Context, /, seconds: float, disk: str | None, plot: str | N
         draw(found, plot)
     if slow(found):
         sys.exit(ExitCode.FAILURE)
-
-
-def _options_of_run(ctx: click.Context) -> list[str]:
-    """Return the options about ranks and hosts as they were given, for `launch run`."""
-    words = []
-    for param in ctx.command.params:
-        name = str(param.name)
-        is_given = ctx.get_parameter_source(name) in (ParameterSource.COMMANDLINE, ParameterSource.ENVIRONMENT)
-        if isinstance(param, Option) and is_given:
-            value = ctx.params[name]
-            if param.is_flag:
-                words += [param.spelling] if value else []
-            else:
-                words += [param.spelling, f"{value.least}:{value.most}" if name == "num_nodes" else str(value)]
-    return words
 
 
 def _measure(options: Sequence[str], arguments: Sequence[str]) -> Speed:
@@ -99,28 +81,11 @@ def _measure(options: Sequence[str], arguments: Sequence[str]) -> Speed:
     return Speed.from_json(json.dumps(found))
 
 
-def _folder() -> Path | None:
-    """Return where measurements are kept, None for a user without a home."""
-    base = os.environ.get("XDG_CACHE_HOME") or (None if (home := home_folder()) is None else str(home / ".cache"))
-    return None if base is None else Path(base, "launch", "speed")
-
-
-def kept_speeds() -> list[Speed]:
-    """Return what was measured before and can still be read."""
-    folder = _folder()
-    found = []
-    for path in [] if folder is None else sorted(folder.glob("*.json")):
-        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            found.append(Speed.from_json(path.read_text()))
-    return found
-
-
 def _keep(found: Speed) -> Path | None:
     """Write what was measured to the user's cache; return the file, None where it cannot be written."""
-    folder = _folder()
-    if folder is None:
+    path = kept_file(found.key)
+    if path is None:
         return None
-    path = folder / (re.sub(r"[^A-Za-z0-9,._-]+", "_", found.key)[:120] + ".json")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(json.dumps(found.as_json()))
@@ -160,10 +125,10 @@ def _show(found: Speed) -> None:
         ]
         for each in found.ranks
     ]  # fmt: skip
-    _print_table(header, rows, num_texts=3)
+    streams.echo_rows(header, rows, num_texts=3)
     if found.collectives:
         click.echo("GB/s of a link, by the bytes of the whole buffer:")
-        _print_table(*_table_of_collectives(found), num_texts=2)
+        streams.echo_rows(*_table_of_collectives(found), num_texts=2)
     if found.links:
         links = ", ".join(f"{' – '.join(link.hosts)} {_gigabytes(link.bytes_per_s)}" for link in found.links)
         click.echo(f"GB/s between two hosts, in each direction: {links}")
@@ -187,19 +152,6 @@ def _table_of_collectives(found: Speed) -> tuple[list[str], list[list[str]]]:
         fit = fits.get(key, Fit(0.0, 0.0))
         rows.append([*key, *values, f"{1e6 * fit.latency_s:.0f} µs", _gigabytes(fit.bytes_per_s)])
     return header, rows
-
-
-def _print_table(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_texts: int) -> None:
-    from rich import box
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for place, name in enumerate(header):
-        if any(row[place] for row in rows):
-            table.add_column(name, justify="left" if place < num_texts else "right", no_wrap=True)
-    for row in rows:
-        table.add_row(*(cell for place, cell in enumerate(row) if any(each[place] for each in rows)))
-    streams.echo_table(table)
 
 
 def _drawing() -> Callable[[Speed, str], None]:

@@ -72,6 +72,20 @@ def echo_table(table: Any, console: Any = None) -> None:
             click.echo(line.rstrip())
 
 
+def echo_rows(header: Sequence[str], rows: Sequence[Sequence[str]], *, num_texts: int) -> None:
+    """Print a table of text, without the columns that are empty. num_texts: columns that are flush left; the first."""
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for place, name in enumerate(header):
+        if any(row[place] for row in rows):
+            table.add_column(name, justify="left" if place < num_texts else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(cell for place, cell in enumerate(row) if any(each[place] for each in rows)))
+    echo_table(table)
+
+
 def shows_colors(stream: TextIO) -> bool:
     """Whether our own lines may have colours there: on a terminal, unless NO_COLOR is set (no-color.org)."""
     return stream.isatty() and not os.environ.get("NO_COLOR")

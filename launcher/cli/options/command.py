@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
+from click.core import ParameterSource
 
 from launcher.base.errors import UsageError, did_you_mean
 from launcher.base.fields import Limit, Seconds, named, naming, option_of
@@ -83,6 +84,23 @@ def declared(options: Sequence[Callable[[Any], Any]]) -> Callable[[_F], _F]:
         return function
 
     return declare
+
+
+def given_words(ctx: click.Context) -> list[str]:
+    """Return the options that were given of those declared as `Option`, as words for another command that has them."""
+    words: list[str] = []
+    for param in ctx.command.params:
+        is_given = ctx.get_parameter_source(str(param.name)) in (
+            ParameterSource.COMMANDLINE,
+            ParameterSource.ENVIRONMENT,
+        )
+        if isinstance(param, Option) and is_given:
+            value = ctx.params[str(param.name)]
+            if param.is_flag:
+                words += [param.spelling] if value else []
+            else:
+                words += [param.spelling, str(value)]
+    return words
 
 
 class Command(click.Command):
