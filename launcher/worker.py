@@ -41,7 +41,8 @@ if TYPE_CHECKING:
 _MAX_TRACEBACK_CHARS = 64_000
 _RANK_PID = os.getpid()
 _PACKAGE = os.path.dirname(__file__)
-_OWN_FILES = (__file__, *(os.path.join(_PACKAGE, path) for path in ("start.py", "api/rank.py", "rehearse/main.py")))
+_OWN_NAMES = ("start.py", "api/rank.py", "rehearse/main.py", "rehearse/trial.py")
+_OWN_FILES = (__file__, *(os.path.join(_PACKAGE, path) for path in _OWN_NAMES))
 _CHANGES_FILE = os.path.join(_PACKAGE, "compat", "changes.py")
 _RUNPY_FILES = ("<frozen runpy>", os.path.join(os.path.dirname(os.__file__), "runpy.py"))
 _NOT_FOUND, _NOT_EXECUTABLE = 127, 126

@@ -39,6 +39,7 @@ COMMANDS = {
     "sbatch": _Lazy(f"{_PACKAGE}.sbatch", "sbatch", "Write, check or submit a batch script for Slurm.", _JOBS),
     "check": _Lazy(f"{_PACKAGE}.check", "check", "Check whether a job could run on the hosts.", _JOBS),
     "probe": _Lazy(f"{_PACKAGE}.probe", "probe", "Measure devices, links, collectives and disks of the hosts.", _JOBS),
+    "tune": _Lazy(f"{_PACKAGE}.tune", "tune", "Try settings of a script in short runs; which is quickest.", _JOBS),
     "exec": _Lazy(f"{_PACKAGE}.exec", "exec_command", "Run a command on all hosts.", _JOBS),
     "ps": _Lazy(f"{_PACKAGE}.jobs", "ps", "List running jobs, and those that ended today.", _JOBS),
     "logs": _Lazy(f"{_PACKAGE}.jobs", "logs", "Show what the ranks of a job wrote.", _JOBS),

@@ -18,11 +18,12 @@ from harness.launch.forked_ranks import in_forks
 from harness.launch.sshd import LoopbackSshd
 from harness.pages import PAGES, ROOT, Shown, blocks_of, commands, resolved, words_of
 
-from launcher.cli.commands import plan, probe, rehearse
+from launcher.cli.commands import plan, probe, rehearse, tune
 from launcher.cli.main import cli
 from launcher.config.load import load_config
 from launcher.planner.rehearsal import DeviceWork, RankRehearsal
 from launcher.planner.speed import CollectiveSpeed, RankSpeed, Speed
+from launcher.planner.tuning import ConfigFacts, RankTrial, Trial
 
 BASH, EXEC, FIRST = "tests/cli/test_completion.py", "tests/hosts/test_exec.py", "test_the_first_command_of_the_readme"
 COMPLETION = f"{BASH}::test_each_shell_gets_a_script"
@@ -295,6 +296,19 @@ REHEARSED = RankRehearsal(
 )  # fmt: skip
 
 
+def trial_of(_options: tune.TuneOptions, trial: Trial) -> list[RankTrial]:
+    """Return what a rank would report: stage 0 is quickest, and 44 samples are the most that fit."""
+    stage = trial.patch.get("zero_optimization", {}).get("stage", 2)
+    size = trial.patch.get("train_micro_batch_size_per_gpu", 8)
+    facts = ConfigFacts(stage, "none", "none", size, 1, 2, has_pipeline=False, keeps_batch=False)
+    found = RankTrial(0, 0, "vm", "cpu", facts, peak_bytes=2**26, has_loader=True)
+    if size > 44:
+        found.oom_phase = "forward" if size >= 50 else "backward"
+    else:
+        found.steps_s = [0.03 * size + 0.01 * stage]
+    return [found]
+
+
 def run(command: str) -> str:
     """Run a command of a page in this process; return what it printed. Ranks and disks are not waited for."""
     for pattern, value in PLACEHOLDERS.items():
@@ -310,6 +324,8 @@ def run(command: str) -> str:
         if name == "plan":
             stack.enter_context(mock.patch.object(plan, "_probed", return_value=SPEED))
             stack.enter_context(mock.patch.object(plan, "_rehearsed", return_value=REHEARSED))
+        if name == "tune":
+            stack.enter_context(mock.patch.object(tune, "run_trial", side_effect=trial_of))
         if name == "rehearse" and "examples/" not in command:  # a script that is not there is not run
             stack.enter_context(mock.patch.object(rehearse, "run_rank", return_value=RankRehearsal(0, 64, 8)))
         done = CliRunner().invoke(cli, words, prog_name="launch")
