@@ -23,8 +23,9 @@ from typing import Any
 
 from common import Goal, Section, argument_parser, goals_table, median, rounds_text, table
 
-from launcher.cli.commands.plan import PlanOptions, question_of, rehearse_rows
+from launcher.cli.commands.plan import PlanOptions, question_of
 from launcher.cli.commands.plan_view import label
+from launcher.cli.script_plan import rehearse_rows
 from launcher.config.load import patched
 from launcher.config.schema import Config
 from launcher.planner.computing import Transformer
@@ -127,7 +128,7 @@ def main() -> None:
     words = ["--global-batch", str(GLOBAL_BATCH), __file__, "--script", str(arguments.layers), json.dumps(BASE)]
     options = options_of(words)
     found = plan(question_of(options))
-    found = rehearse_rows(found, options, [row for row in found.rows if is_measured(row)])
+    found = rehearse_rows(found, options.command, [row for row in found.rows if is_measured(row)])
     rows = [row for row in found.rows if is_measured(row)]
     configs = [patched(BASE, row.config()) for row in rows]
     with tempfile.TemporaryDirectory() as folder:

@@ -99,7 +99,9 @@ def patched(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, An
             merged.pop(key, None)
         elif isinstance(value, Mapping):
             section = config.get(key)
-            merged[key] = patched(section if isinstance(section, Mapping) else {}, value)
+            changed = patched(section if isinstance(section, Mapping) else {}, value)
+            if changed or key in config:  # what only removes adds no section
+                merged[key] = changed
         else:
             merged[key] = value
     return merged
@@ -110,8 +112,8 @@ def composed(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, A
     merged = dict(first)
     for key, value in second.items():
         earlier = first.get(key)
-        both = isinstance(value, Mapping) and isinstance(earlier, Mapping)
-        merged[key] = composed(earlier, value) if both else value
+        is_section = isinstance(earlier, Mapping) and isinstance(value, Mapping)
+        merged[key] = composed(first[key], value) if is_section else value
     return merged
 
 

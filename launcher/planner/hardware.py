@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from launcher.base.errors import UsageError
 from launcher.config.policies import DType
 from launcher.planner.speed import Fit, Speed, fits_of
+from launcher.planner.tuning import Factors
 
 GB = 10**9
 # What of a data sheet's figure programs get: large matrix products, copies in memory, collectives of many bytes.
@@ -91,7 +92,7 @@ class Hardware:
     hop_s: tuple[float, float] = (HOP_WITHIN_NODE_S, HOP_BETWEEN_NODES_S)
     fits: Mapping[tuple[str, str], tuple[Fit, int]] = field(default_factory=dict)  # by kind and group, with its ranks
     memory_bytes: int | None = None  # of a rank's device
-    factors: Mapping[str, float] = field(default_factory=dict)  # learnt by `launch tune`: of each part of a step
+    learnt: Factors | None = None  # what `launch tune` has made of the parts of a step
 
     @property
     def is_cpu(self) -> bool:
@@ -184,7 +185,6 @@ def probed_hardware(speed: Speed, gpus_per_node: int) -> Hardware:
         to_device_bytes_per_s=None if is_cpu or not to_device else min(to_device),
         disk_bytes_per_s=(min(disks) if disks else DISK_BYTES_PER_S) / gpus_per_node,
         fits=fits,
-        factors=dict(speed.factors),
     )
 
 

@@ -124,6 +124,12 @@ class Row:
         }
         return {**batch, **keys}
 
+    def as_patch(self) -> dict[str, Any]:
+        """Return what makes any config one that asks for this row: null removes what the row has not (RFC 7396)."""
+        keys = self.config()
+        zero = {"offload_optimizer": None, "offload_param": None, **keys["zero_optimization"]}
+        return {**keys, "zero_optimization": zero, "activation_checkpointing": {"blocks": self.is_checkpointed or None}}
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -230,7 +236,10 @@ def _rows_of_mesh(question: Question, sizes: MeshSizes) -> Iterator[Row]:
     for schedule, num_virtual in _SCHEDULES if sizes.pipeline > 1 else _SCHEDULES[:1]:
         if question.computes.shape is not None and sizes.pipeline * num_virtual > question.computes.shape.num_layers:
             continue
-        for stage, optimizer, param in rungs(has_pipeline=sizes.pipeline > 1):
+        zero = question.base.zero_optimization
+        own = (int(zero.stage), str(zero.offload_optimizer.device), str(zero.offload_param.device))
+        tried = rungs(has_pipeline=sizes.pipeline > 1)
+        for stage, optimizer, param in dict.fromkeys([*tried, *([own] if sizes.pipeline == 1 else [])]):
             if Place.DISK.value in (optimizer, param) and not has_disk:
                 continue
             if stage and sizes.num_replicas == 1 and optimizer == param == Place.DEVICE.value:

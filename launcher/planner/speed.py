@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -76,7 +77,6 @@ class Speed:
     ranks: list[RankSpeed] = field(default_factory=list)
     collectives: list[CollectiveSpeed] = field(default_factory=list)
     links: list[LinkSpeed] = field(default_factory=list)
-    factors: dict[str, float] = field(default_factory=dict)  # of the parts of a step, as `launch tune` has learnt them
 
     @property
     def key(self) -> str:
@@ -101,7 +101,6 @@ class Speed:
             [RankSpeed(**each) for each in found["ranks"]],
             [CollectiveSpeed(**each) for each in found["collectives"]],
             [LinkSpeed(tuple(each["nodes"]), tuple(each["hosts"]), each["bytes_per_s"]) for each in found["links"]],
-            found.get("factors", {}),
         )
 
 
@@ -123,6 +122,16 @@ def kept_file(key: str, kind: str = "") -> Path | None:
         return None
     name = re.sub(r"[^A-Za-z0-9,._-]+", "_", key)[:120]
     return Path(base, "launch", "speed", f"{name}.{kind}.json" if kind else f"{name}.json")
+
+
+def kept_speeds() -> list[Speed]:
+    """Return what was measured before and can still be read."""
+    folder = None if (path := kept_file("any")) is None else path.parent
+    found = []
+    for path in [] if folder is None else sorted(folder.glob("*.json")):
+        with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+            found.append(Speed.from_json(path.read_text()))
+    return found
 
 
 def fits_of(measured: Sequence[CollectiveSpeed]) -> dict[tuple[str, str], Fit]:

@@ -65,29 +65,31 @@ def step_time(
     num_micro_batches: int,
 ) -> StepTime:
     """Return the seconds of one step of a rank."""
-    groups, factors = Groups.of(setting, gpus_per_node), hardware.factors
+    groups = Groups.of(setting, gpus_per_node)
     computes = [_device_s(each, setting, hardware) for each in (computation.forward, computation.backward)]
     kernels_s = (computation.forward.num_kernels + computation.backward.num_kernels) * hardware.kernel_s
     if not hardware.is_cpu:  # the host launches ahead of the device
         kernels_s = max(0.0, kernels_s - sum(computes))
     parts = dict.fromkeys(PARTS, 0.0)
-    parts[COMPUTE] = num_micro_batches * sum(computes) * factors.get(COMPUTE, 1.0)
-    parts[KERNELS] = num_micro_batches * kernels_s * factors.get(KERNELS, 1.0)
+    parts[COMPUTE] = num_micro_batches * sum(computes)
+    parts[KERNELS] = num_micro_batches * kernels_s
     exchange_s = sum(
         each.times * hardware.collective_s(each.kind, each.num_bytes, each.num_ranks, each.ranks_per_node)
         for each in computation.exchanges
     )
-    parts[MODEL] = num_micro_batches * exchange_s * factors.get(MODEL, 1.0)
+    parts[MODEL] = num_micro_batches * exchange_s
     busy_s = [(each + kernels_s * each / (sum(computes) or 1.0)) for each in computes]
     for is_first, reduces, count in _kinds(setting, num_micro_batches):
         units = _units(rank, setting, hardware, groups, busy_s, num_micro_batches, is_first=is_first, reduces=reduces)
         gather_s, reduce_s = (_added if hardware.is_cpu else _waited)(units, setting)
-        parts[GATHER] += count * gather_s * factors.get(GATHER, 1.0)
-        parts[REDUCE] += count * reduce_s * factors.get(REDUCE, 1.0)
+        parts[GATHER] += count * gather_s
+        parts[REDUCE] += count * reduce_s
     own = setting.policy.mesh.shard_ranks(setting.sizes.num_replicas) if setting.stage >= 1 else 1
-    parts[TRANSFER] = _transfers(rank, setting, hardware, own, num_micro_batches) * factors.get(TRANSFER, 1.0)
-    parts[UPDATE] = _update(rank, setting, hardware, own, num_micro_batches) * factors.get(UPDATE, 1.0)
+    parts[TRANSFER] = _transfers(rank, setting, hardware, own, num_micro_batches)
+    parts[UPDATE] = _update(rank, setting, hardware, own, num_micro_batches)
     parts[BUBBLE] = _bubble(parts, computation, setting, hardware, gpus_per_node, num_micro_batches)
+    if hardware.learnt is not None:
+        parts = {name: hardware.learnt.of(name) * seconds for name, seconds in parts.items()}
     return StepTime({name: seconds for name, seconds in parts.items() if seconds > 0})
 
 

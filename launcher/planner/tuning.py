@@ -13,7 +13,10 @@ from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from launcher.planner.speed import kept_file
+
 MARK = "@launch-trial "  # of the line of a rank's output that holds its report
+FACTORS = "factors"  # kind of the file that keeps them
 UNKNOWN_PHASE = "an unknown phase"  # of a rank that was killed
 QUICKER = 1.02  # than the script's own config: less may be noise, and is no reason to change a config
 _LEAST_OWN_SHARE = 1e-3  # of a part's seconds that the other parts do not explain: less determines no factor
@@ -205,9 +208,13 @@ class Factors:
     by_part: dict[str, float] = field(default_factory=dict)
     num_outcomes: int = 0
 
+    def of(self, part: str) -> float:
+        """Return the factor of a part."""
+        return self.by_part.get(part, self.common)
+
     def seconds(self, parts: Mapping[str, float]) -> float:
         """Return the seconds of a step whose parts are predicted."""
-        return sum(self.by_part.get(name, self.common) * seconds for name, seconds in parts.items())
+        return sum(self.of(name) * seconds for name, seconds in parts.items())
 
     def as_json(self) -> dict[str, Any]:
         """Return everything as plain data."""
@@ -217,6 +224,15 @@ class Factors:
     def from_json(cls, text: str) -> Factors:
         """Return what `as_json` has made."""
         return cls(**json.loads(text))
+
+
+def kept_factors(key: str) -> Factors | None:
+    """Return what was learnt on a set of machines, by `Speed.key`; None where nothing was, or it cannot be read."""
+    path = kept_file(key, FACTORS)
+    try:
+        return None if path is None else Factors.from_json(path.read_text())
+    except (OSError, ValueError, TypeError):
+        return None
 
 
 def learned(outcomes: Iterable[Outcome], measured: str) -> Factors | None:

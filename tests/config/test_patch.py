@@ -19,6 +19,7 @@ CONFIG = {"zero_optimization": {"stage": 1, "overlap_comm": False}, "train_micro
         ({"zero_optimization": {"stage": 3}}, {**CONFIG, "zero_optimization": {"stage": 3, "overlap_comm": False}}),
         ({"train_micro_batch_size_per_gpu": None}, {"zero_optimization": CONFIG["zero_optimization"]}),
         ({"bf16": {"enabled": True, "auto_cast": None}}, {**CONFIG, "bf16": {"enabled": True}}),
+        ({"activation_checkpointing": {"blocks": None}}, CONFIG),
         ({"zero_optimization": 0}, {**CONFIG, "zero_optimization": 0}),
     ],
 )

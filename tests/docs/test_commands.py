@@ -18,6 +18,7 @@ from harness.launch.forked_ranks import in_forks
 from harness.launch.sshd import LoopbackSshd
 from harness.pages import PAGES, ROOT, Shown, blocks_of, commands, resolved, words_of
 
+from launcher.cli import script_plan
 from launcher.cli.commands import plan, probe, rehearse, tune
 from launcher.cli.main import cli
 from launcher.config.load import load_config
@@ -323,7 +324,7 @@ def run(command: str) -> str:
             stack.enter_context(mock.patch.object(probe, "_measure", return_value=SPEED))
         if name == "plan":
             stack.enter_context(mock.patch.object(plan, "_probed", return_value=SPEED))
-            stack.enter_context(mock.patch.object(plan, "_rehearsed", return_value=REHEARSED))
+            stack.enter_context(mock.patch.object(script_plan, "rehearsed", return_value=REHEARSED))
         if name == "tune":
             stack.enter_context(mock.patch.object(tune, "run_trial", side_effect=trial_of))
         if name == "rehearse" and "examples/" not in command:  # a script that is not there is not run

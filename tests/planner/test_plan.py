@@ -111,7 +111,7 @@ def test_more_memory_is_never_slower_and_a_smaller_gpu_needs_more_tricks() -> No
 def test_what_does_not_fit_anywhere() -> None:
     found = plan(question("175B", axes=frozenset(), machines=Machines(1, 8, 80 * 10**9, 10**12)))
     assert found.best is None
-    assert "of a host's 931.3 GiB" in {str(row.misfit(found.question.machines))[-24:] for row in found.rows}
+    assert any("of a host's 931.3 GiB" in str(row.misfit(found.question.machines)) for row in found.rows)
     assert found.days(1e9) is None
     assert found.rows[0].memory.device == min(row.memory.device for row in found.rows)
 

@@ -29,6 +29,7 @@ from launcher.planner.timing import (
     StepTime,
     step_time,
 )
+from launcher.planner.tuning import Factors
 from launcher.sharding.pipeline import PipelinePlan
 
 GPU = replace(hardware_of(gpu_named("H100"), 8), hop_s=(0.0, 0.0), kernel_s=0.0)
@@ -119,7 +120,7 @@ def test_exchanges_of_a_model_are_not_hidden() -> None:
 
 
 def test_what_was_learnt_multiplies_the_parts() -> None:
-    learnt = timed(setting(1), replace(GPU, factors={COMPUTE: 2.0}))
+    learnt = timed(setting(1), replace(GPU, learnt=Factors("", 1.0, {COMPUTE: 2.0})))
     assert learnt.parts[COMPUTE] == pytest.approx(6.0)
 
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from launcher.base.fields import Whole
 from launcher.base.units import counted
 from launcher.cli.console import streams
 from launcher.cli.options.command import Number, declared, files, memory_size, option
+from launcher.cli.script_plan import facts_of_script, rehearse_rows
 
 if TYPE_CHECKING:
     from launcher.config.schema import Config
@@ -26,11 +26,9 @@ if TYPE_CHECKING:
     from launcher.planner.hardware import Hardware
     from launcher.planner.model import ModelFacts, TransformerShape
     from launcher.planner.plan import Plan, Question, Row
-    from launcher.planner.rehearsal import RankRehearsal
     from launcher.planner.speed import Speed
 
 _DEFAULT_LENGTH, _DEFAULT_BATCH = 4096, 256
-_RECOMPUTING = {"activation_checkpointing": {"blocks": True}}
 _MAX_NODES = 2**17
 _AXES = ("tensor", "pipeline", "sequence", "expert")
 _EPILOG = """\b
@@ -210,7 +208,7 @@ def plan(**values: Any) -> None:
     question = question_of(options)
     found = compute(question)
     if options.is_script:
-        found = rehearse_rows(found, options, found.of_each_kind()[: options.rows] or found.rows[:1])
+        found = rehearse_rows(found, options.command, found.of_each_kind()[: options.rows] or found.rows[:1])
     changes = [(name, text, _changed(options, question, name, text)) for name, text in options.what_if]
     others = [(name, text, compute(changed)) for name, text, changed in changes]
     chosen = _chosen(found, options.row)
@@ -250,7 +248,7 @@ def _write(path: Path, options: PlanOptions, row: Row) -> None:
     given = options.config or config_argument(options.arguments)
     base = {} if given is None else load_config(given, for_planning=True).raw
     try:
-        path.write_text(json.dumps(patched(base, row.config()), indent=2) + "\n")
+        path.write_text(json.dumps(patched(base, row.as_patch()), indent=2) + "\n")
     except OSError as error:
         raise LauncherError(f"the config cannot be written: {error.strerror}", where=str(path)) from None
 
@@ -267,7 +265,7 @@ def question_of(options: PlanOptions) -> Question:
     computes: Transformer | Script
     batch: int | None
     if options.is_script:
-        model, computes, base, batch = _of_script(options, machines)
+        model, computes, base, batch = facts_of_script(options.command, machines)
     else:
         model, computes, base, batch = _of_model(options, machines)
     if options.nvme is not None:
@@ -289,6 +287,7 @@ def _default_batch(world_size: int) -> int:
 def _machines(options: PlanOptions) -> tuple[Machines, Hardware]:
     from launcher.planner.estimate import Machines
     from launcher.planner.hardware import gpu_named, hardware_of, probed_hardware
+    from launcher.planner.tuning import kept_factors
 
     if options.gpu is not None:
         gpu, per_node = gpu_named(options.gpu), options.num_gpus or 8
@@ -296,9 +295,10 @@ def _machines(options: PlanOptions) -> tuple[Machines, Hardware]:
         memory = options.gpu_memory or gpu.memory_gb * 10**9
         return Machines(options.num_nodes or 1, per_node, memory, options.cpu_memory), hardware
     speed = _probed(options)
+    learnt = kept_factors(speed.key)
     nodes = len({each.node for each in speed.ranks})
     per_node = options.num_gpus or len(speed.ranks) // nodes
-    hardware = probed_hardware(speed, per_node)
+    hardware = replace(probed_hardware(speed, per_node), learnt=learnt)
     if options.network is not None:
         hardware = replace(hardware, network_bytes_per_s=options.network * 1e9)
     context_bytes = 0 if hardware.is_cpu else Machines().context_bytes
@@ -310,7 +310,7 @@ def _probed(options: PlanOptions) -> Speed:
     """Return the newest probe of the hosts that are asked for. Raises: UsageError where there is none."""
     import socket
 
-    from launcher.cli.commands.probe import kept_speeds
+    from launcher.planner.speed import kept_speeds
 
     hosts = {socket.gethostname()}
     probe = "launch probe"
@@ -373,72 +373,6 @@ def _with_nvme(base: Config, folder: str) -> Config:
     param = zero.offload_param.model_copy(update={"nvme_path": folder})
     zero = zero.model_copy(update={"offload_optimizer": optimizer, "offload_param": param})
     return base.model_copy(update={"zero_optimization": zero})
-
-
-def _of_script(options: PlanOptions, machines: Machines) -> tuple[ModelFacts, Script, Config, int]:
-    """Rehearse the script on these ranks as it is, and with its blocks recomputed. Raises: UsageError."""
-    from launcher.config.schema import Config
-    from launcher.planner.computing import Script
-    from launcher.planner.memory import Workload
-    from launcher.planner.model import ModelFacts, Parameter
-    from launcher.planner.rehearsal import sizes_of
-
-    streams.say(f"rehearsing {options.model} as rank 0 of {machines.world_size}")
-    first = _rehearsed(options, machines, {})
-    if first.error is not None or not first.params:
-        raise UsageError(
-            f"the script cannot be rehearsed: {(first.error or 'no engine was built').splitlines()[-1]}",
-            where=options.model,
-            hint="see more with launch rehearse",
-        )
-    if not sizes_of(first).is_data_alone:
-        mesh = sizes_of(first).equation
-        hint = "plan its model to choose a mesh: launch plan config.json"
-        raise UsageError(f"the script asks for a mesh of its own: {mesh}", where=options.model, hint=hint)
-    rehearsals = {False: first}
-    again = _rehearsed(options, machines, _RECOMPUTING)
-    if again.error is None:
-        rehearsals[True] = again
-    params = tuple(Parameter(*param) for param in first.params)
-    model = ModelFacts(os.path.basename(options.model), "rehearsed", params)
-    batch = first.micro_batch * first.num_micro_batches * machines.world_size
-    return model, Script(Workload(1, 1), rehearsals), Config.model_validate(first.config), batch
-
-
-def _rehearsed(options: PlanOptions, machines: Machines, patch: dict[str, Any]) -> RankRehearsal:
-    """Rehearse rank 0 of the script. patch: changes its config."""
-    from launcher.cli.commands.rehearse import run_rank
-
-    wanted: dict[str, Any] = {
-        "rank": 0, "world_size": machines.world_size, "gpus_per_node": machines.gpus_per_node, "num_steps": 2,
-        "backend": "gloo" if machines.context_bytes == 0 else "nccl", "announced": {},
-    }  # fmt: skip
-    return run_rank(wanted, options.command, patch, verbose=False)
-
-
-def rehearse_rows(found: Plan, options: PlanOptions, chosen: Sequence[Row]) -> Plan:
-    """Return a plan whose chosen rows have the bytes of rehearsals: formulas are near, these are exact."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    from launcher.cli.commands.rehearse import AT_ONCE
-    from launcher.planner.computing import rehearsed_memory
-    from launcher.planner.plan import ranked
-
-    machines = found.question.machines
-    per_node = machines.gpus_per_node
-    streams.say(f"rehearsing {counted(len(chosen), 'setting')} for their bytes")
-
-    def exact(row: Row) -> Row:
-        one = _rehearsed(options, machines, row.config())
-        if one.error is not None or one.micro_batch != row.micro_batch:
-            return row
-        memory = rehearsed_memory(one, row.memory.context)
-        host, disk = memory.host * per_node, memory.disk * per_node
-        return replace(row, memory=memory, host_per_node=host, disk_per_node=disk, is_rehearsed=True)
-
-    with ThreadPoolExecutor(AT_ONCE) as pool:
-        exact_rows = dict(zip(map(id, chosen), pool.map(exact, chosen), strict=True))
-    return ranked(found.question, [exact_rows.get(id(row), row) for row in found.rows])
 
 
 # ---- what would be if ----

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -23,12 +23,13 @@ from launcher.base.errors import LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.fields import Whole
 from launcher.base.processes import die_with_parent
-from launcher.base.units import counted, format_bytes, parse_bytes
+from launcher.base.units import counted, format_bytes
 from launcher.cli.console import streams
-from launcher.cli.options.command import Command, Number, declared, files, given_words, under
+from launcher.cli.options.command import Command, Number, declared, files, given_words, memory_size, under
 from launcher.cli.options.hosts import HOST_CHOICE, REACHING
 from launcher.planner.speed import RankSpeed, Speed, kept_file, named_apart
 from launcher.planner.tuning import (
+    FACTORS,
     UNKNOWN_PHASE,
     ConfigFacts,
     Outcome,
@@ -47,6 +48,11 @@ from launcher.planner.tuning import (
 )
 from launcher.transport.command import own_argv
 
+if TYPE_CHECKING:
+    from launcher.planner.plan import Row
+    from launcher.planner.timing import StepTime
+    from launcher.planner.tuning import Factors
+
 _MODULE = "launcher.rehearse.trial"
 _OWN = "the script's own config"
 _NVME = "nvme"
@@ -57,13 +63,6 @@ examples:
   launch tune --hostfile hosts --largest-micro-batch --write tuned.json train.py --deepspeed ds_config.json
   launch tune --num-gpus 2 --memory 2GB --steps 3 -m package.train --epochs 1
 """
-
-
-def _size(_ctx: click.Context, _param: click.Parameter, value: str | None) -> int | None:
-    found = None if value is None else parse_bytes(value)
-    if value is not None and (found is None or not 2**20 <= found <= 2**60):
-        raise click.BadParameter(f"{value!r} is not a size of a memory; write 80GB or 80GiB.")
-    return found
 
 
 @dataclass(frozen=True)
@@ -107,7 +106,9 @@ class TrialError(LauncherError):
 _ranks = under("Ranks")
 _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     click.option("--steps", type=Number(Whole(1, 1000)), default=5, help="Optimizer steps to time. Default: 5."),
-    click.option("--memory", callback=_size, metavar="SIZE", help="Memory of one rank. Default: all that there is."),
+    click.option(
+        "--memory", callback=memory_size, metavar="SIZE", help="Memory of one rank. Default: all that there is."
+    ),
     click.option("--candidates", type=Number(Whole(0, 100)), default=4, help="Other settings to try. Default: 4."),
     click.option(
         "--largest-micro-batch", is_flag=True, help="Find the largest micro-batch that fits, at the quickest setting."
@@ -159,8 +160,82 @@ def tune(ctx: click.Context, /, **values: Any) -> None:
         sys.exit(ExitCode.FAILURE)
 
 
+def planned(
+    options: TuneOptions, facts: ConfigFacts, reports: Sequence[RankTrial], machines_key: str
+) -> tuple[Trial | None, list[Trial]]:
+    """Return the script's own setting with what a plan says of it, and other settings in the order of the plan.
+
+    Both empty where the machines were not probed, or the script cannot be rehearsed: that is said. Other micro-batches
+    are planned where the engine makes the batches, so that they follow its config.
+    """
+    from launcher.cli.commands.plan_view import label
+    from launcher.cli.script_plan import facts_of_script
+    from launcher.planner.estimate import Machines
+    from launcher.planner.hardware import probed_hardware
+    from launcher.planner.plan import Question, plan
+    from launcher.planner.speed import kept_speeds
+    from launcher.planner.tuning import kept_factors
+
+    speed = next((each for each in kept_speeds() if each.key == machines_key), None)
+    if speed is None:
+        streams.say("no time is predicted: `launch probe` with the same hosts and ranks measures these machines")
+        return None, []
+    num_nodes = len({each.node for each in reports})
+    per_node = len(reports) // num_nodes
+    hardware = probed_hardware(speed, per_node)
+    machines = Machines(num_nodes, per_node, options.memory, None, *([0] if hardware.is_cpu else []))
+    try:
+        model, computes, base, _ = facts_of_script(options.command[2:], machines)
+    except LauncherError as error:
+        streams.say(f"no time is predicted: {error}")
+        return None, []
+    batch = facts.micro_batch * facts.accumulation * facts.data_ranks
+    found = plan(Question(model, computes, machines, hardware, base, batch, frozenset()))
+    learnt = kept_factors(machines_key)
+    own, others, kinds = None, [], set()
+    for row in sorted(found.rows, key=lambda one: (one.misfit(machines) is not None, _predicted_s(one.time, learnt))):
+        offload = row.setting.policy.offload
+        kind = (row.setting.stage, offload.optimizer.value, offload.params.value, row.is_checkpointed)
+        is_own_size = row.micro_batch == facts.micro_batch
+        is_own = (*kind, dict(row.patch)) == (facts.stage, facts.optimizer, facts.param, False, {}) and is_own_size
+        name = label(row) + (", recomputed" if row.is_checkpointed else "")
+        if not is_own_size:
+            name += f", micro-batch {row.micro_batch}"
+        trial = Trial(
+            _OWN if is_own else name, {} if is_own else _difference(row, facts), row.micro_batch, row.num_micro_batches,
+            row.memory.device, _predicted_s(row.time, learnt), dict(row.time.parts),
+        )  # fmt: skip
+        if is_own:
+            own = trial
+        elif (is_own_size or reports[0].has_loader) and row.misfit(machines) is None and kind not in kinds:
+            kinds.add(kind)  # the quickest of each kind
+            others.append(trial)
+    return own, others[: options.candidates]
+
+
+def _difference(row: Row, facts: ConfigFacts) -> dict[str, Any]:
+    """Return what a script's config is to change for a row: batches and offload only where they differ."""
+    from launcher.config.equations import BATCH_KEYS
+
+    patch = row.as_patch()
+    zero = {name: value for name, value in patch["zero_optimization"].items() if value is not None}
+    for name, place in (("offload_optimizer", facts.optimizer), ("offload_param", facts.param)):
+        if place != "none" and name not in zero:
+            zero[name] = None
+    keys = {"zero_optimization": zero}
+    if row.is_checkpointed:
+        keys["activation_checkpointing"] = patch["activation_checkpointing"]
+    if row.micro_batch != facts.micro_batch:
+        keys |= {name: patch[name] for name in BATCH_KEYS[1:]}
+    return keys
+
+
+def _predicted_s(time: StepTime, learnt: Factors | None) -> float:
+    return time.seconds if learnt is None else learnt.seconds(time.parts)
+
+
 def candidates(facts: ConfigFacts, num_wanted: int, *, fits: bool) -> list[Trial]:
-    """Return the settings to try beside the script's own, the most promising first.
+    """Return rungs of the ladder to try beside the script's own setting, where there is no plan.
 
     fits: the script's own does; else only what needs less memory is worth a trial.
     """
@@ -232,7 +307,13 @@ class Session:
                 where=self.options.script,
                 hint="give it more data or epochs, or smaller batches",
             )
-        for trial in candidates(self.facts, self.options.candidates, fits=own.step_s is not None):
+        own_planned: Trial | None = None
+        others: list[Trial] = []
+        if own.step_s is not None and self.options.candidates:
+            own_planned, others = planned(self.options, self.facts, reports, self._machines)
+        if own_planned is not None:
+            self.outcomes[0] = replace(own, trial=own_planned)
+        for trial in others or candidates(self.facts, self.options.candidates, fits=own.step_s is not None):
             self._run(trial)
         if self.options.largest_micro_batch:
             base = self.best or [each for each in self.outcomes if each.refused is None][-1]
@@ -349,7 +430,7 @@ class Session:
     def keep(self) -> None:
         """Write the files that were asked for, and what measured times say of predicted ones to the user's cache."""
         factors = learned(self.outcomes, datetime.now(timezone.utc).strftime("%Y-%m-%d %H:%M:%S"))
-        path = None if factors is None else kept_file(self._machines, "factors")
+        path = None if factors is None else kept_file(self._machines, FACTORS)
         if factors is not None and path is not None:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
