@@ -151,8 +151,11 @@ class Checkpoint(Section):
 
 
 class ActivationCheckpointing(Section):
-    """`activation_checkpointing`: what `launcher.checkpointing.checkpoint` does with the inputs it keeps."""
+    """`activation_checkpointing`: what is recomputed, and what `launcher.checkpointing.checkpoint` does with the inputs
+    it keeps.
+    """
 
+    blocks: Flag = key(False, "the engine has every block of the model recomputed in backward (not a key of DeepSpeed)")
     partition_activations: Flag = key(False, "each rank of the model-parallel group of configure(mpu_) keeps its part")
     number_checkpoints: OptInt = key(None, "checkpoints of one forward: rows of the contiguous buffers")
     contiguous_memory_optimization: Flag = key(False, "copy them to buffers for number_checkpoints of them")

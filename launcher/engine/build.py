@@ -8,8 +8,9 @@ from typing import Any
 from torch import nn
 from torch.utils.data import Dataset
 
+from launcher.activation.blocks import keep_activations, recompute_blocks
 from launcher.activation.settings import use_section
-from launcher.base.errors import ConfigAssertionError, EngineAssertionError
+from launcher.base.errors import ConfigAssertionError, EngineAssertionError, EngineError
 from launcher.base.log import get_logger
 from launcher.base.progress import phase, update_progress
 from launcher.comm import pending
@@ -120,6 +121,8 @@ def initialize(
     check_groups(mpu, mesh)
     group = mesh.data
     use_section(settings.activation_checkpointing)
+    has_pipeline = is_list_of_layers or sizes.pipeline > 1
+    _check_recomputation(settings, has_pipeline=has_pipeline)
     _prepare_device(settings, group)
 
     # The model: its layers, experts, types and places, before any parameter is sharded.
@@ -135,6 +138,8 @@ def initialize(
     place_buffers(model, settings, policy.precision, mesh)
     casting = casting_of(model, settings, policy.precision, group)
     model_parameters = tile_to_fit(model, policy, group, optimizer, model_parameters)
+    if settings.activation_checkpointing.blocks:
+        recompute_blocks(model)
 
     # Units and optimizer.
     plan = optimizer_plan(settings, optimizer, model, model_parameters, mesh.shard)
@@ -169,12 +174,23 @@ def initialize(
     return engine, built.optimizer, loader, scheduler
 
 
+def _check_recomputation(settings: Config, *, has_pipeline: bool) -> None:
+    """Raise EngineError for a pipeline whose blocks the config wants recomputed: its layers have a key of their own."""
+    if settings.activation_checkpointing.blocks and has_pipeline:
+        raise EngineError(
+            "activation_checkpointing.blocks is not for a pipeline, whose layers say themselves what is recomputed",
+            hint="remove the key; give PipelineModule(activation_checkpoint_interval=1), or call"
+            " model.gradient_checkpointing_enable() before initialize()",
+        )
+
+
 def _world_for(model: nn.Module) -> RankGroup:
     """Return all ranks, after the end of an engine that `model` belongs to. Raises: EngineError."""
     leave_in_order()
     pending.drain()
     world = world_group()
     check_for_ranks(model, world.world_size)
+    keep_activations(model)
     if end_engine_of(model) and world.rank == 0:
         get_logger().warning(
             "initialize() was called again on this model: its first engine has ended, and its optimizer states with it"

@@ -220,6 +220,10 @@ def test_activations_follow_batch_length_and_checkpointing(tmp_path: Path) -> No
     assert activations("--seq", "512", "--checkpointing") < one / 2
     assert activations("--seq", "512", "--attention", "eager", "--dropout") > one
     assert activations("--seq", "512", "--layers", "1", "--hidden", "64", "--heads", "1") < one / 100
+    blocks = {"train_micro_batch_size_per_gpu": 1, "activation_checkpointing": {"blocks": True}}
+    (tmp_path / "ds.json").write_text(json.dumps({"bf16": {"enabled": True}, **blocks}))
+    (row,) = estimated(tmp_path, "350M", "--config", "ds.json", "--seq", "512")["rows"]
+    assert row["parts"]["activations"] == activations("--seq", "512", "--checkpointing")
 
 
 def test_inference_needs_no_gradients_and_no_optimizer(models: Path) -> None:

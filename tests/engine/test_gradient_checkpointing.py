@@ -6,6 +6,7 @@ the keyword arguments bound.
 
 from __future__ import annotations
 
+import copy
 import functools
 import itertools
 from typing import Any
@@ -16,6 +17,8 @@ from harness.train.ranks import run_on_ranks
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+
+from launcher.base.errors import EngineError
 
 VOCABULARY, WIDTH, LENGTH, LAYERS, SAMPLES, STEPS = 29, 32, 8, 3, 2, 2
 
@@ -73,9 +76,17 @@ class GPT(nn.Module):
 
 
 def train(
-    rank: int, world_size: int, stage: int, precision: str, use_reentrant: bool | None, is_shared: bool = False
+    rank: int,
+    world_size: int,
+    stage: int,
+    precision: str,
+    use_reentrant: bool | None,
+    is_shared: bool = False,
+    blocks: bool = False,
 ) -> tuple[list[float], dict[str, Tensor]]:
     """Return the losses of this rank and the final weights. use_reentrant: None trains without recomputation.
+
+    blocks: the engine has them recomputed, of a model that would not do so.
 
     The shared layer trains by SGD: Adam makes a difference of gradients that are nearly zero as large as any. Rank 1
     leaves one of its parameters out, so that ranks do not agree on when the layer's gradients are complete; at stage 3
@@ -88,6 +99,7 @@ def train(
         "gradient_accumulation_steps": 2,
         "steps_per_print": 0,
         "bf16": {"enabled": precision == "bf16"},
+        "activation_checkpointing": {"blocks": blocks},
         "zero_optimization": {
             "stage": stage,
             "overlap_comm": True,
@@ -140,3 +152,85 @@ def test_a_layer_in_several_recomputed_segments(stage: int) -> None:
         for (losses, weights), (expected_losses, expected_weights) in zip(found, expected, strict=True):
             assert losses == pytest.approx(expected_losses, rel=1e-6)
             torch.testing.assert_close(weights, expected_weights, rtol=1e-5, atol=1e-6)
+
+
+# ---- blocks that the engine has recomputed: `activation_checkpointing.blocks` ----
+
+
+@pytest.mark.parametrize(("stage", "precision"), [(0, "fp32"), (1, "bf16"), (2, "fp32"), (3, "fp32"), (3, "bf16")])
+def test_blocks_recomputed_by_the_engine_change_nothing(stage: int, precision: str) -> None:
+    expected = run_on_ranks(2, train, stage, precision, None)
+    found = run_on_ranks(2, train, stage, precision, None, False, True)
+    for (losses, weights), (expected_losses, expected_weights) in zip(found, expected, strict=True):
+        assert losses == expected_losses
+        assert all(torch.equal(weights[name], value) for name, value in expected_weights.items())
+
+
+def engine_of(model: nn.Module, *, blocks: bool = True, **keys: Any) -> Any:
+    import launcher
+
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "steps_per_print": 0,
+        "activation_checkpointing": {"blocks": blocks},
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **keys,
+    }
+    return launcher.initialize(model=model, config=config)[0]
+
+
+class Counting(nn.Module):
+    """Counts how often its forward runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(4, 4)
+        self.num_calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.num_calls += 1
+        return torch.tanh(self.inner(x))
+
+
+def test_each_block_runs_twice_in_training_and_once_else() -> None:
+    counting = [Counting(), Counting()]
+    engine = engine_of(nn.Sequential(*counting, nn.Linear(4, 1)))
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    engine.step()
+    assert [module.num_calls for module in counting] == [2, 2]
+    engine.eval()
+    engine(torch.ones(1, 4))
+    assert [module.num_calls for module in counting] == [3, 3]
+
+
+def test_the_next_engine_of_a_model_decides_anew() -> None:
+    block = Counting()
+    model = nn.Sequential(block, nn.Linear(4, 1))
+    engine_of(model).destroy()
+    copied = copy.deepcopy(model)
+    engine = engine_of(model, blocks=False)
+    assert "forward" not in vars(block)
+    engine.backward(engine(torch.ones(1, 4)).sum())
+    assert block.num_calls == 1
+    copied(torch.ones(1, 4)).sum().backward()
+    assert (copied[0].num_calls, block.num_calls) == (2, 1)  # a copy recomputes itself, not its original
+
+
+def test_a_model_that_recomputes_itself_is_left_alone() -> None:
+    model = GPT()
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    engine_of(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(EngineError, match=r"Linear has no blocks, modules in an nn\.ModuleList or nn\.Sequential"):
+        engine_of(nn.Linear(4, 1))
+
+
+def test_a_pipeline_is_refused() -> None:
+    from launcher import PipelineModule
+
+    layers = PipelineModule([nn.Linear(4, 4), nn.Linear(4, 1)], num_stages=1)
+    with pytest.raises(EngineError, match=r"activation_checkpointing\.blocks is not for a pipeline"):
+        engine_of(layers)

@@ -434,3 +434,31 @@ def case_parts(folder: Path) -> Any:
         found["after a step"] = (text(model) - text(expected)).abs().max().item()
     found["released"] = all(param.numel() == 0 for param in model.parameters())
     return found
+
+
+# ---- blocks that the engine has recomputed ----
+
+
+def case_recomputed(folder: Path) -> Any:
+    """Return, by whether the config says `activation_checkpointing.blocks`, losses and the forwards of a block."""
+    from transformers import LlamaForCausalLM
+
+    import launcher
+
+    found = {}
+    for blocks in (False, True):
+        model = plain(lambda: LlamaForCausalLM(llama())).train()
+        forwards: list[None] = []
+        model.model.layers[0].mlp.register_forward_pre_hook(lambda *_, forwards=forwards: forwards.append(None))
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+        config = {**ZERO_3, "optimizer": optimizer, "activation_checkpointing": {"blocks": blocks}}
+        engine = launcher.initialize(model=model, config=config)[0]
+        losses = []
+        for tokens in torch.randint(1, 128, (2, 1, 16), generator=torch.Generator().manual_seed(RANK)):
+            loss = engine(input_ids=tokens, labels=tokens).loss
+            engine.backward(loss)
+            engine.step()
+            losses.append(loss.item())
+        found[str(blocks)] = [losses, len(forwards)]
+        engine.destroy()
+    return found

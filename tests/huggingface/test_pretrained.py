@@ -22,6 +22,7 @@ CASES = [
     "example",
     "sentences",
     "parts",
+    "recomputed",
 ]
 MODELS = ROOT / ".venv" / "models"
 
@@ -110,3 +111,10 @@ def test_the_example_answers_with_parameters_in_memory_and_on_disk(found: dict[s
     assert result.code == 0, result.out + result.err
     assert "out=Positive" in result.out
     assert "out=negative" in result.out
+
+
+def test_a_model_recomputes_its_layers_where_the_config_says_so(found: dict[str, list[Any]]) -> None:
+    for rank in returned(found, "recomputed"):
+        losses, num_forwards = rank["False"]
+        assert num_forwards == 2
+        assert rank["True"] == [losses, 4]

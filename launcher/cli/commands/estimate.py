@@ -255,7 +255,10 @@ def _estimate(options: EstimateOptions, model: ModelFacts) -> tuple[Estimate, tu
         notices = tuple(item for item in loaded.notices if "is not supported" in item.message)
         batch = settings.micro_batch_of(base, machines.world_size)
         chosen = [settings.setting_of(base, machines.world_size, trains=not options.inference)]
-    return compute(model, machines, chosen, base, options.workload(model, batch)), notices
+    work = options.workload(model, batch)
+    if base.activation_checkpointing.blocks is True and not options.inference:
+        work = replace(work, is_checkpointed=True)
+    return compute(model, machines, chosen, base, work), notices
 
 
 def _base(options: EstimateOptions) -> Config:
