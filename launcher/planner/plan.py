@@ -20,7 +20,7 @@ from launcher.planner.estimate import Machines, RankPart, part_memory, rank_part
 from launcher.planner.hardware import Hardware
 from launcher.planner.memory import RankMemory, Setting, Share
 from launcher.planner.model import ModelFacts
-from launcher.planner.settings import as_config, at, refusals, rungs, states_of
+from launcher.planner.settings import as_config, at, refusals, rung_of, rungs, states_of
 from launcher.planner.timing import (
     BUBBLE,
     COMPUTE,
@@ -236,10 +236,8 @@ def _rows_of_mesh(question: Question, sizes: MeshSizes) -> Iterator[Row]:
     for schedule, num_virtual in _SCHEDULES if sizes.pipeline > 1 else _SCHEDULES[:1]:
         if question.computes.shape is not None and sizes.pipeline * num_virtual > question.computes.shape.num_layers:
             continue
-        zero = question.base.zero_optimization
-        own = (int(zero.stage), str(zero.offload_optimizer.device), str(zero.offload_param.device))
-        tried = rungs(has_pipeline=sizes.pipeline > 1)
-        for stage, optimizer, param in dict.fromkeys([*tried, *([own] if sizes.pipeline == 1 else [])]):
+        own = [] if sizes.pipeline > 1 else [rung_of(question.base)]  # which may be none of the ladder's
+        for stage, optimizer, param in dict.fromkeys([*rungs(has_pipeline=sizes.pipeline > 1), *own]):
             if Place.DISK.value in (optimizer, param) and not has_disk:
                 continue
             if stage and sizes.num_replicas == 1 and optimizer == param == Place.DEVICE.value:

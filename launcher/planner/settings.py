@@ -82,6 +82,13 @@ def _is_as_deep(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
     return all(a >= b for a, b in zip(one, other, strict=True))
 
 
+def rung_of(config: Config) -> tuple[int, str, str]:
+    """Return the stage of a config, and where it has the optimizer and the parameters."""
+    zero = config.zero_optimization
+    param = str(zero.offload_param.device) if zero.stage == 3 else Place.DEVICE.value
+    return int(zero.stage), str(zero.offload_optimizer.device) if zero.stage else Place.DEVICE.value, param
+
+
 def rung_keys(stage: int, optimizer: str, param: str) -> dict[str, Any]:
     """Return what a rung of the ladder changes in an engine config."""
     zero: dict[str, Any] = {"stage": stage}
