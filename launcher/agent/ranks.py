@@ -208,9 +208,9 @@ class Ranks:
         self._send_crash(rank)
         del self._by_pid[rank.pid]
         rank.close()
-        torch_error = read_object(rank.torch_error_file) if rank.status != 0 else None
+        left = [read_object(path) if rank.status != 0 else None for path in (rank.torch_error_file, rank.engine_file)]
         self._outbox.send(
-            Exited(rank.number, rank.status, rank.ended_s, rank.record, rank.max_rss_bytes, rank.oom, torch_error)
+            Exited(rank.number, rank.status, rank.ended_s, rank.record, rank.max_rss_bytes, rank.oom, *left)
         )
 
 

@@ -61,6 +61,7 @@ class RankProcess:
         self.number, self.process, self.streams, self.progress_fd = number, process, streams, progress_fd
         self.error_file, self.stacks_file = files[env.ERROR_FILE.name], files[env.STACKS_FILE.name]
         self.torch_error_file = files[env.TORCHELASTIC_ERROR_FILE.name]
+        self.engine_file = files[env.ENGINE_FILE.name]
         self.crash_file, self.num_crash_bytes = files[env.CRASH_FILE.name], 0  # that were read from it
         self.progress: RankProgress = NO_PROGRESS  # as last sent
         self.status: int | None = None  # exit code or minus the signal, None while it runs
@@ -156,6 +157,7 @@ def spawn_rank(
             ("crash", env.CRASH_FILE),
             ("stacks", env.STACKS_FILE),
             ("torch_error", env.TORCHELASTIC_ERROR_FILE),
+            ("engine", env.ENGINE_FILE),
             ("progress", env.PROGRESS_FILE),
         )
     }

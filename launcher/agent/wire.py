@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-PROTOCOL_VERSION = 10
+PROTOCOL_VERSION = 11
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
@@ -221,6 +221,7 @@ class Exited(Message):
     max_rss_bytes: int  # the most memory its process held
     oom: str | None  # evidence that the kernel ended it for lack of memory
     torch_error: dict[str, Any] | None = None  # what torch's `@record` left, of a rank that failed
+    engine: dict[str, Any] | None = None  # what its engine has said of itself, see `planner.ladder.EngineFacts`
 
     @property
     def error(self) -> dict[str, Any]:

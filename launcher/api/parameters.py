@@ -17,7 +17,7 @@ from launcher.base.fields import filled, named, naming, option_of
 from launcher.base.folders import working_folder
 from launcher.cluster.cluster import Cluster
 from launcher.compat import ENGINES
-from launcher.plan.plan import Command, Settings
+from launcher.plan.plan import ON_OOM, Command, Settings
 from launcher.plan.planning import Here
 from launcher.plan.request import Request, check_fields, node_range, resume_from
 from launcher.transport.local import is_local
@@ -68,7 +68,7 @@ class Options(Settings):
     def __post_init__(self) -> None:
         with in_python_words():
             check_fields(self)
-            for name, known in (("engine", ENGINES), ("ssh", WAYS)):
+            for name, known in (("engine", ENGINES), ("ssh", WAYS), ("on_oom", ON_OOM)):
                 if getattr(self, name) not in known:
                     expected = f"expected one of {', '.join(known)}"
                     raise UsageError(f"{expected}, got {getattr(self, name)!r:.80}", where=named(name))

@@ -37,6 +37,9 @@ CUDA_VISIBLE_DEVICES = EnvVar(
 OMP_NUM_THREADS = EnvVar("OMP_NUM_THREADS", "CPU threads of a rank; a value already set is kept", "set")
 JOB_ID = EnvVar("LAUNCH_JOB_ID", "id of the job; every process of the job carries it", "set")
 ERROR_FILE = EnvVar("LAUNCH_ERROR_FILE", "where a rank leaves its error record (JSON)", "set")
+ENGINE_FILE = EnvVar(
+    "LAUNCH_ENGINE_FILE", "where the engine of a rank leaves where it stands on the ladder of `--on-oom` (JSON)", "set"
+)
 ARGUMENTS_FD = EnvVar(
     "LAUNCH_ARGUMENTS_FD",
     "where the worker reads the script's arguments; unset before the script runs",
@@ -90,7 +93,8 @@ RESUME = EnvVar(
 )
 CONFIG_PATCH = EnvVar(
     "LAUNCH_CONFIG_PATCH",
-    "JSON that changes the config of every engine, sections merged key by key, null removes a key",
+    "JSON that changes the config of every engine, sections merged key by key, null removes a key;"
+    " `--on-oom ladder` sets it",
     "read",
 )
 ENGINE = EnvVar("LAUNCH_ENGINE", "what `import deepspeed` finds: `auto` or `builtin` (`--engine`)", "set")

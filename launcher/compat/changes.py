@@ -1,6 +1,7 @@
 """Changes modules of other libraries as they are imported: those in `_CHANGED` of the package, and no others.
 
-accelerate and Lightning train on CPUs then, and transformers initialises weights that are sharded. The panel of
+accelerate and Lightning train on CPUs then, and transformers initialises weights that are sharded; the arguments of its
+Trainer follow LAUNCH_CONFIG_PATCH. The panel of
 `launch` shows which modules are being imported, which changes nothing of them.
 """
 
@@ -134,3 +135,47 @@ def _is_sharded(param: Any) -> bool:
 
 def _are_initialized(values: Iterable[Any]) -> bool:
     return all(getattr(value, "_is_hf_initialized", False) for value in values)
+
+
+def patch_arguments(module: Any) -> None:
+    """Have `TrainingArguments` of the module `transformers.training_args` follow LAUNCH_CONFIG_PATCH.
+
+    The Trainer makes its batches, and counts its steps, by its arguments, and refuses a config that says otherwise.
+    Where a patch changes micro-batch, accumulation or recomputation, the arguments with a `deepspeed` config become
+    what it says, and the config the patched one, so that models are also built as its stage wants them.
+    """
+    arguments = module.TrainingArguments
+    check_and_fill = arguments.__post_init__
+
+    @functools.wraps(check_and_fill)
+    def follow_patch(self: Any) -> None:
+        if self.deepspeed:
+            _patch(self)
+        check_and_fill(self)
+
+    arguments.__post_init__ = follow_patch
+
+
+def _patch(arguments: Any) -> None:
+    transformers, configs, facts = map(
+        importlib.import_module, ("transformers", "launcher.config.load", "launcher.engine.facts")
+    )
+    patch = configs.patch_of_environment()
+    sizes = {
+        "per_device_train_batch_size": patch.get("train_micro_batch_size_per_gpu"),
+        "gradient_accumulation_steps": patch.get("gradient_accumulation_steps"),
+    }
+    for name, size in sizes.items():
+        if isinstance(size, int):
+            setattr(arguments, name, size)
+    if (patch.get("activation_checkpointing") or {}).get("blocks") is True:
+        # transformers 5 has renamed them, and warns of the old names.
+        kind = "activation" if hasattr(arguments, "activation_checkpointing") else "gradient"
+        setattr(arguments, f"{kind}_checkpointing", True)
+        if getattr(arguments, f"{kind}_checkpointing_kwargs") is None:
+            setattr(arguments, f"{kind}_checkpointing_kwargs", {"use_reentrant": False})
+    if patch:
+        arguments.deepspeed = configs.patched(configs.load_config(arguments.deepspeed).raw, patch)
+    # transformers 4 takes the micro-batch from a checkpoint that it continues from.
+    if not arguments.auto_find_batch_size and int(transformers.__version__.partition(".")[0]) >= 5:
+        facts.follow_micro_batch()

@@ -97,7 +97,7 @@ class FlopsProfiler:
             ("world size", engine.world_size),
             ("data parallel size", num_data),
             ("model parallel size", engine.mp_world_size),
-            ("batch size per GPU", engine.train_micro_batch_size_per_gpu()),
+            ("batch size per GPU", engine._batch.micro_batch_size),
         ]
 
 

@@ -79,7 +79,7 @@ def load_config(
     if not isinstance(located.value, Mapping):
         raise ConfigError("a config is an object with keys", where=_place(name, (1, 1)), hint='such as {"bf16": ...}')
     raw = dict(located.value)
-    if is_of_engine and (patch := _patch_of_environment()):
+    if is_of_engine and (patch := patch_of_environment()):
         raw, name = patched(raw, patch), f"{name} with {env.CONFIG_PATCH.name}"
     given = raw if sequence_parallel_size is None else _with_sequence_size(raw, sequence_parallel_size)
     checked = check(given, world_size, for_planning=for_planning, model_stages=model_stages)
@@ -107,17 +107,8 @@ def patched(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, An
     return merged
 
 
-def composed(first: Mapping[str, Any], second: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the patch that does what two do, one after the other. A null stays: the config is to lose that key."""
-    merged = dict(first)
-    for key, value in second.items():
-        earlier = first.get(key)
-        is_section = isinstance(earlier, Mapping) and isinstance(value, Mapping)
-        merged[key] = composed(first[key], value) if is_section else value
-    return merged
-
-
-def _patch_of_environment() -> dict[str, Any]:
+def patch_of_environment() -> dict[str, Any]:
+    """Return what LAUNCH_CONFIG_PATCH changes in the config of every engine of this process. Raises: ConfigError."""
     text = os.environ.get(env.CONFIG_PATCH.name) or "{}"
     patch = read_json(text, env.CONFIG_PATCH.name).value
     if not isinstance(patch, dict):

@@ -32,6 +32,7 @@ from launcher.engine.casting import (
 )
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.deepspeed_engine import DeepSpeedEngine
+from launcher.engine.facts import facts_of, leave_facts, leave_refused
 from launcher.engine.model_check import check_for_ranks, check_model, check_types, mark_leaf_modules
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.optimizer_plan import ClientOptimizer, check_offload, flat_optimizer, optimizer_plan
@@ -123,6 +124,9 @@ def initialize(
     use_section(settings.activation_checkpointing)
     has_pipeline = is_list_of_layers or sizes.pipeline > 1
     _check_recomputation(settings, has_pipeline=has_pipeline)
+    trains = optimizer is not None or settings.optimizer is not None
+    has_loader = training_data is not None
+    leave_facts(facts_of(model, settings, batch, mesh, trains=trains, has_loader=has_loader, has_pipeline=has_pipeline))
     _prepare_device(settings, group)
 
     # The model: its layers, experts, types and places, before any parameter is sharded.
@@ -145,6 +149,7 @@ def initialize(
     plan = optimizer_plan(settings, optimizer, model, model_parameters, mesh.shard)
     check_optimizer(plan, mesh)
     check_offload(plan, policy, settings)
+    leave_refused(loaded.raw, settings, mesh, plan, trains=trains)
     disks = swap_space(settings)
     built = _shard(model, plan, policy, mesh, loss_scale_rules(settings), disks)
     sequence = attach_sequence(model, built, mesh, mpu)

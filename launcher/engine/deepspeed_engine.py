@@ -22,6 +22,7 @@ from launcher.config.policies import DType
 from launcher.engine.backward import scaled_up
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.engine import Engine
+from launcher.engine.facts import follow_micro_batch
 from launcher.engine.sharded import check_device, kinds_of
 from launcher.engine.watch import ProfiledStep
 from launcher.monitor.curves import Curves
@@ -86,7 +87,7 @@ class EngineConfig:
     @property
     def train_batch_size(self) -> int:
         """Samples of one optimizer step over all ranks; setting it changes the accumulation steps."""
-        return self._engine.get_batch_info()[0]
+        return self._engine.train_batch_size()
 
     @train_batch_size.setter
     def train_batch_size(self, value: int) -> None:
@@ -95,7 +96,7 @@ class EngineConfig:
     @property
     def train_micro_batch_size_per_gpu(self) -> int:
         """Samples of one micro-batch of one rank; setting it keeps the accumulation steps."""
-        return self._engine.get_batch_info()[1]
+        return self._engine.train_micro_batch_size_per_gpu()
 
     @train_micro_batch_size_per_gpu.setter
     def train_micro_batch_size_per_gpu(self, value: int) -> None:
@@ -106,7 +107,7 @@ class EngineConfig:
     @property
     def gradient_accumulation_steps(self) -> int:
         """Micro-batches of one optimizer step."""
-        return self._engine.get_batch_info()[2]
+        return self._engine.gradient_accumulation_steps()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine._parts.settings, _SECTIONS.get(name, name))
@@ -123,6 +124,7 @@ class DeepSpeedEngine(Engine):
     def get_batch_info(self) -> tuple[int, int, int]:
         """Return the samples of a step, those of a micro-batch of one rank, and the micro-batches of a step."""
         self._note_exception()
+        follow_micro_batch()
         return self._batch.sizes
 
     def zero_optimization(self) -> bool:
@@ -447,7 +449,7 @@ class DeepSpeedEngine(Engine):
         route: "train"; "eval" and "predict" keep the dataset's order. data_sampler: its order and this rank's share.
         """
         options: dict[str, Any] = {
-            "batch_size": batch_size or self._batch.micro_batch_size,
+            "batch_size": batch_size or self.train_micro_batch_size_per_gpu(),
             "collate_fn": collate_fn,
             "drop_last": self._parts.settings.dataloader_drop_last,
             "num_workers": num_local_io_workers or 0,

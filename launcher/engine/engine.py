@@ -21,6 +21,7 @@ from launcher.engine.backward import BackwardPass, ScriptsPass, check_loss, scal
 from launcher.engine.checkpoint_folder import CheckpointFolder
 from launcher.engine.checkpoints import Checkpoints, LoadOptions
 from launcher.engine.data import continue_loader
+from launcher.engine.facts import follow_micro_batch
 from launcher.engine.last_step import LastStep
 from launcher.engine.model_check import ModelFacts
 from launcher.engine.optimizer import ZeroOptimizer
@@ -95,8 +96,9 @@ class Engine(nn.Module):
         return self._batch.train_batch_size
 
     def train_micro_batch_size_per_gpu(self) -> int:
-        """Return the samples of one micro-batch of one rank."""
+        """Return the samples of one micro-batch of one rank. Who asks is taken to make its batches of that size."""
         self._note_exception()
+        follow_micro_batch()
         return self._batch.micro_batch_size
 
     def gradient_accumulation_steps(self) -> int:
@@ -345,7 +347,7 @@ class Engine(nn.Module):
         sharded.schedule.after_step()
         self.global_steps += 1
         if parts.policy.reduction.at_step_only:  # the script decides how many micro-batches a step has
-            self.global_samples += self._num_backwards * self.train_micro_batch_size_per_gpu() * self.dp_world_size
+            self.global_samples += self._num_backwards * self._batch.micro_batch_size * self.dp_world_size
         else:
             self.global_samples += self.train_batch_size()
         self._last_step.begin(self.global_steps, outcome, self._losses, self.lr_scheduler)

@@ -41,12 +41,13 @@ from launcher.fleet.fleet import Fleet, sweep_lost_hosts
 from launcher.fleet.host_link import Event, HostEnded
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
-from launcher.job.events import RunReport
+from launcher.job.events import Failure, RunReport
 from launcher.job.hang import HangWatch, StackCollector, find_straggler
 from launcher.job.logs import RunFolder
 from launcher.job.node import Node, Rank, describe_leftovers, pieces_of
 from launcher.job.root_cause import RootCause
 from launcher.plan.plan import JobPlan
+from launcher.planner.ladder import Advice, advice_for
 from launcher.transport.api import Transport
 
 _LOOK_INTERVAL_S = 0.1  # between two looks at all ranks, however many events come in
@@ -418,6 +419,7 @@ class Controller:
             cleaned_hosts=tuple(host.name for host in lost if host.name not in unconfirmed),
             left_pids=tuple((node.name, node.left_pids) for node in self._nodes if node.left_pids),
             restart=self._plan.restart,
+            advice=_advice(failure, self._plan),
         )
         self._files.save(report)
         return report
@@ -433,6 +435,18 @@ def _check_port(port: int | None, plan: JobPlan) -> None:
             if plan.master_port
             else None,
         )
+
+
+def _advice(failure: Failure | None, plan: JobPlan) -> Advice | None:
+    """Return what needs less memory, where a lack of it was the failure."""
+    if failure is None or failure.memory is None:
+        return None
+    advice = advice_for(failure.memory, failure.engine, plan.rungs)
+    if advice.rung is None or failure.engine is None:
+        return advice
+    from launcher.planner.settings import freed_bytes  # pydantic: not for runs that end well
+
+    return dataclasses.replace(advice, freed_bytes=freed_bytes(failure.engine, advice.rung.patch))
 
 
 def _exit_code(root_cause: RootCause, interrupt: int | None) -> int:

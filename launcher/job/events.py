@@ -17,6 +17,7 @@ from launcher.base.private_files import write_private
 if TYPE_CHECKING:
     from launcher.base.progress import RankProgress
     from launcher.plan.plan import JobPlan
+    from launcher.planner.ladder import Advice, EngineFacts
 
 
 class FailureKind(str, Enum):
@@ -47,6 +48,8 @@ class Failure:
     away_s: float | None = None  # the launcher itself was suspended for so long, and the host ended its ranks
     kind: FailureKind = FailureKind.RANK_FAILED
     hint: str | None = None  # what the user can do
+    memory: str | None = None  # whose memory has ended, "device" or "host"; None: that was not it
+    engine: EngineFacts | None = None  # what the rank's engine has said of itself; None: it built none
 
     @property
     def is_start_failure(self) -> bool:
@@ -70,6 +73,7 @@ class RunReport:
     cleaned_hosts: tuple[str, ...] = ()  # lost hosts where no process with the job's id is left
     left_pids: tuple[tuple[str, tuple[int, ...]], ...] = ()  # host, and processes there that could not be killed
     restart: int = 0  # how often the job had been started before
+    advice: Advice | None = None  # what needs less memory, after an end for lack of it
 
     def save(self, folder: Path, earlier: Sequence[RunReport] = ()) -> None:
         """Write the report as `report.json`, whole or not at all. Raises: OSError.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
@@ -15,7 +16,7 @@ from launcher.fleet.agent_link import AgentLink
 from launcher.job.display import Display
 from launcher.job.logs import RankLog, RunFolder
 from launcher.plan.plan import JobPlan, Settings
-from launcher.plan.variables import device_tokens, job_variables, rank_variables
+from launcher.plan.variables import device_tokens, job_variables, ladder_variables, rank_variables
 from launcher.transport.api import Shared
 
 # ---- One rank, as a run sees it: all of its state in one record ----
@@ -108,7 +109,10 @@ class Node(AgentLink):
             commands=plan.command.for_ranks(self.placement.num_ranks),
             cwd=plan.cwd,
             # srun has passed on the whole environment, and a local agent inherits it.
-            env=job_variables(plan) | (plan.forwarded_env if transport == "ssh" else {}) | plan.given_env,
+            env=job_variables(plan)
+            | (plan.forwarded_env if transport == "ssh" else {})
+            | plan.given_env
+            | ladder_variables(plan, os.environ),
             rank_envs=rank_variables(plan.placement, self.placement, (plan.master_addr, plan.master_port), tokens),
             window_bytes=self.window.num_bytes,
             # Only sshd starts agents with a limit of their own: others inherit what this process has raised.

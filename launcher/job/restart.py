@@ -11,14 +11,16 @@ from dataclasses import dataclass
 
 from launcher.base.errors import ConfigError, LauncherError, TransportError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.resume import AUTO
 from launcher.cluster.cluster import Cluster, Host
 from launcher.fleet.signals import SignalQueue
 from launcher.job.controller import Controller
 from launcher.job.display import Display
 from launcher.job.events import RunReport, Watcher
 from launcher.job.logs import RunFolder
-from launcher.plan.plan import JobPlan
+from launcher.plan.plan import LADDER, JobPlan
 from launcher.plan.planning import Job
+from launcher.planner.ladder import Rung
 
 Run = Callable[[JobPlan], RunReport]
 Replan = Callable[[Cluster], JobPlan]
@@ -42,6 +44,7 @@ class RestartPolicy:
     spares: tuple[Host, ...] = ()  # take the place of lost hosts, in this order
     world_sizes: WorldSizes = lambda: None  # asked before each start on other hosts
     first_delay_s: float = 0.5  # before the first restart, see `delay_s`
+    climbs_down: bool = False  # after an end for lack of memory start again with the next rung of the ladder
 
     def delay_s(self, num_quick: int) -> float:
         """Return how long to wait before a restart. num_quick: failures in a row that came soon after the start.
@@ -71,6 +74,7 @@ def run_job(job: Job, first: JobPlan, display: Display, signals: SignalQueue) ->
         job.request.least_nodes,
         job.selection.spares,
         job.config.world_sizes,
+        climbs_down=job.request.on_oom == LADDER,
     )
     return run_with_restarts(first, policy, run, job.plan, display, signals)
 
@@ -80,7 +84,8 @@ def run_with_restarts(
 ) -> RunReport:
     """Run `first`, and after a failure again, up to `max_restarts` times. Returns the report of the last run.
 
-    Ranks that saved and ended because of a notice did not fail: with `after_notice` that start is not counted.
+    Ranks that saved and ended because of a notice did not fail: with `after_notice` that start is not counted. Nor is
+    one with another rung of the ladder, of which there are only so many.
 
     run: runs one plan to its end. replan: makes a plan for other hosts, of the same job. signals: a stop signal that
     comes between two runs ends the job as well. Each run after the first gets a folder of its own inside the run
@@ -92,15 +97,18 @@ def run_with_restarts(
     num_failures = 0
     for restart in itertools.count(1):
         report = reports[-1]
-        is_after_notice = _asks_for_restart(report) and policy.after_notice
-        if not is_after_notice and (num_failures == policy.max_restarts or not _may_restart(report)):
+        rung = _next_rung(report, policy, watcher)
+        is_uncounted = rung is not None or (_asks_for_restart(report) and policy.after_notice)
+        has_tries = num_failures < policy.max_restarts and not (policy.climbs_down and _ends_ladder(report))
+        if not is_uncounted and not (has_tries and _may_restart(report)):
             break
         if policy.ends_with_notice and signals.was_noticed:
             watcher.warning("no restart: the job is about to be preempted")
             break
         lost = _lost_hosts(report)
-        num_failures += not is_after_notice
-        num_quick = 0 if is_after_notice else num_quick + 1 if report.duration_s < _QUICK_S else 1
+        rungs = plan.rungs if rung is None else (*plan.rungs, rung.patch)
+        num_failures += not is_uncounted
+        num_quick = 0 if is_uncounted else num_quick + 1 if report.duration_s < _QUICK_S else 1
         while True:
             try:
                 hosts = _next_hosts(plan, lost, spares, policy, watcher) if lost else _hosts_of(plan)
@@ -112,6 +120,8 @@ def run_with_restarts(
                 run_folder=first.run_folder / f"restart_{restart}",
                 restart=restart,
                 num_failures=num_failures,
+                rungs=rungs,
+                resume=plan.resume or (AUTO if rungs else ""),
             )
             if signals.first_stop is None:
                 watcher.restarting(plan, report)
@@ -160,6 +170,21 @@ def _may_restart(report: RunReport) -> bool:
     if report.exit_code == ExitCode.OK or report.interrupted_by is not None or failure is None:
         return False
     return not (failure.is_start_failure and failure.exit_code == ExitCode.USAGE)
+
+
+def _next_rung(report: RunReport, policy: RestartPolicy, watcher: Watcher) -> Rung | None:
+    """Return the rung of the ladder to start again with, None where memory is not what has ended the run."""
+    advice = report.advice
+    if not policy.climbs_down or advice is None or not _may_restart(report):
+        return None
+    if not advice.has_ladder:
+        watcher.warning("no ladder: the rank had built no engine of this package, so there is no config to change")
+    return advice.rung
+
+
+def _ends_ladder(report: RunReport) -> bool:
+    """Whether the job ended for lack of memory, and nothing that needs less of it is left: another try ends alike."""
+    return report.advice is not None and report.advice.has_ladder and report.advice.rung is None
 
 
 def _lost_hosts(report: RunReport) -> set[str]:

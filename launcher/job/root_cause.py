@@ -22,6 +22,7 @@ from launcher.base.signals import term_is_notice
 from launcher.fleet.agent_link import AgentLink
 from launcher.job.events import Failure, FailureKind, describe_status, signal_name
 from launcher.job.node import Node, Rank
+from launcher.planner.ladder import DEVICE, HOST, EngineFacts
 
 LAST_LINES = 15
 # A rank that fails later than this after a failure did so because of it: clean-up code, lost peers.
@@ -39,6 +40,21 @@ _LOST_PEER = re.compile(
 )
 # What NCCL's watchdog writes before it aborts the process.
 _WATCHDOG = re.compile(r"Watchdog caught collective operation timeout|what\(\):.*ProcessGroupNCCL")
+# How an error begins that says that memory has ended: of a GPU, by torch or a library of the vendor; of the host, by
+# torch's allocator, Python, numpy, the C++ library or the kernel (ENOMEM).
+_DEVICE_MEMORY = re.compile(
+    r"^(?:torch\.)?(?:cuda\.)?OutOfMemoryError\b"
+    r"|^\w+(?:\.\w+)*: (?:CUDA|HIP|XPU|NPU) (?:error: )?out of memory"
+    r"|^\w+(?:\.\w+)*: .*\bCU(?:BLAS|DNN|SPARSE)_STATUS_ALLOC_FAILED",
+    re.MULTILINE,
+)
+_HOST_MEMORY = re.compile(
+    r"^(?:[\w.]*\._)?(?:Array)?MemoryError\b"
+    r"|^\w+(?:\.\w+)*: .*(?:DefaultCPUAllocator: (?:can't allocate|not enough) memory|\bstd::bad_alloc\b)"
+    r"|^(?:OSError|RuntimeError): .*(?:\[Errno 12\] |\bCannot allocate memory\b)"  # not NCCL's, about ulimit -l
+    r"|what\(\): +std::bad_alloc",
+    re.MULTILINE,
+)
 # Exit codes of a rank that obeyed our SIGTERM, by itself or by a shell around it.
 _STOPPED = (-signal.SIGTERM, -signal.SIGKILL, 128 + signal.SIGTERM, 128 + signal.SIGKILL)
 _HINTS = {  # by the name of the exception
@@ -207,6 +223,22 @@ def _is_about_lost_peer(message: Exited, failure: Failure) -> bool:
     return message.status == -signal.SIGABRT and any(map(_WATCHDOG.search, failure.last_lines))
 
 
+def memory_of(message: Exited, last_lines: Sequence[str] = ()) -> str | None:
+    """Return whose memory has ended a rank, "device" or "host"; None where nothing says so.
+
+    What it raised counts, also where another exception was raised from it, and the kernel's evidence of a kill.
+    """
+    if message.oom is not None:
+        return HOST
+    record = message.error
+    text = f"{record.get('type')}: {record.get('message')}\n{record.get('traceback', '')}"
+    if message.status != 0 and not record:  # one of a thread of C++ leaves none, nor does Python without any memory
+        text = "\n".join(last_lines)
+    if _DEVICE_MEMORY.search(text):
+        return DEVICE
+    return HOST if _HOST_MEMORY.search(text) else None
+
+
 def rank_failure(node: Node, rank: Rank, message: Exited, after_s: float) -> Failure:
     """Put together what is known about the end of a rank."""
     record, status = message.error, message.status
@@ -223,6 +255,8 @@ def rank_failure(node: Node, rank: Rank, message: Exited, after_s: float) -> Fai
         max_rss_bytes=message.max_rss_bytes,
         oom=message.oom,
         hint=_HINTS.get(str(record.get("type"))),
+        memory=memory_of(message, rank.log.last_lines(LAST_LINES)),
+        engine=EngineFacts.from_json(message.engine),
     )
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from launcher.base.secrets import mask_arguments
 from launcher.cluster.cluster import Placement
@@ -14,13 +15,14 @@ DEFAULT_GRACE_S = 5.0
 # Local agents notice the end of their pipe at once. A network can fail without a word, so both sides of one need a
 # lease; it must outlast a launcher that is suspended for a moment or busy on a loaded machine.
 DEFAULT_LEASE_S = 30.0
+REPORT, LADDER = ON_OOM = ("report", "ladder")
 _PROGRESS_INTERVAL_S = 1.0
 _REPORTS_PER_HANG_TIMEOUT = 8  # a hang is found late by that part of it
 
 # Fields that `--dry-run --json` shows by their names.
 _AS_THEY_ARE = (
     "job_id", "master_addr", "master_port", "cwd", "bound_cores", "grace_s", "lease_s", "hang_timeout_s",
-    "max_restarts", "engine", "resume",
+    "max_restarts", "on_oom", "engine", "resume",
 )  # fmt: skip
 _ADJECTIVES = ["amber", "bold", "brisk", "calm", "clear", "eager", "fleet", "keen", "lucid", "mellow", "quiet", "swift"]
 _ANIMALS = ["badger", "crane", "falcon", "finch", "heron", "ibex", "lynx", "marten", "otter", "raven", "tern", "wren"]
@@ -61,6 +63,7 @@ class Settings:
     saves_pid: bool = False  # write the launcher's pid into the run folder
     run_id: str | None = None  # what all nodes call the job where each runs its own command; None: job_id
     max_restarts: int = 0
+    on_oom: str = REPORT  # what `--on-oom` says: what follows when memory ends
     engine: str = "auto"  # what `--engine` says
     resume: str = ""  # what `--resume` says: "auto", "never", a folder, or nothing
 
@@ -84,6 +87,7 @@ class JobPlan(Settings):
     agent_commands: dict[int, str] = field(default_factory=dict)  # node rank -> what starts the agent; to be shown
     restart: int = 0  # how often the job was started again
     num_failures: int = 0  # of those restarts, how many came after a failure: what `max_restarts` limits
+    rungs: tuple[dict[str, Any], ...] = ()  # how the ladder of `on_oom` has changed the config, in order
 
     @property
     def progress_interval_s(self) -> float:

@@ -15,7 +15,7 @@ from launcher.base.errors import UsageError
 from launcher.base.fields import MAX_PORT, Limit, Seconds, Whole, named
 from launcher.base.resume import AUTO, NEVER
 from launcher.cluster.cluster import MAX_EXPANSION, MAX_SLOTS, NodeRange
-from launcher.plan.plan import Command, Settings
+from launcher.plan.plan import LADDER, Command, Settings
 
 DEFAULT_LOG_DIR = Path("runs")
 # What the fields of a request hold, whoever fills them: options, a job file, `launcher.run`.
@@ -133,6 +133,11 @@ class Request(Settings):
             raise UsageError(f"{named('standalone')} is for this machine alone", hint="leave it or the other hosts out")
         nodes, option = self.num_nodes or NodeRange(1, 1), named("num_nodes")
         hostfile, node_rank = named("hostfile"), named("node_rank")
+        if self.on_oom == LADDER and self.runs_one_node and (self.hostfile is not None or nodes.most > 1):
+            raise UsageError(
+                f"{named('on_oom')} {LADDER} needs one `launch` that starts all nodes: each would change its own ranks",
+                hint=f"name the hosts with {named('hostfile')}, or leave it out and change the config",
+            )
         if self.runs_one_node and nodes.is_elastic:
             raise UsageError(
                 f"{option} {nodes} needs one `launch` that starts all nodes",

@@ -6,6 +6,8 @@ directory, then the files of `--env-file`, then `--env`; later ones win.
 
 from __future__ import annotations
 
+import functools
+import json
 import os
 import re
 import shlex
@@ -271,6 +273,21 @@ def job_variables(plan: JobPlan) -> dict[str, str]:
         env.TORCHELASTIC_MAX_RESTARTS.name: str(plan.max_restarts),
         env.TORCHELASTIC_RUN_ID.name: plan.run_id or plan.job_id,
     }
+
+
+def ladder_variables(plan: JobPlan, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variable with which a job goes on below the first rung of the ladder; {} above it.
+
+    environ: of this process; what the user's own patch changes stays. Raises: ConfigError for one that is none.
+    """
+    if not plan.rungs:
+        return {}
+    from launcher.config.load import read_json  # pydantic: not for runs without a ladder
+    from launcher.planner.ladder import combined
+
+    name = env.CONFIG_PATCH.name
+    given = plan.given_env.get(name) or environ.get(name) or "{}"
+    return {name: json.dumps(functools.reduce(combined, plan.rungs, read_json(given, name).value))}
 
 
 def rank_variables(

@@ -18,9 +18,10 @@ from launcher.config.schema import Config
 from launcher.planner.computing import Computes, RankModel
 from launcher.planner.estimate import Machines, RankPart, part_memory, rank_parts
 from launcher.planner.hardware import Hardware
+from launcher.planner.ladder import PIPELINE_STANDINGS, STANDINGS, Standing
 from launcher.planner.memory import RankMemory, Setting, Share
 from launcher.planner.model import ModelFacts
-from launcher.planner.settings import as_config, at, refusals, rung_of, rungs, states_of
+from launcher.planner.settings import as_config, at, refusals, standing_of, states_of
 from launcher.planner.timing import (
     BUBBLE,
     COMPUTE,
@@ -236,8 +237,10 @@ def _rows_of_mesh(question: Question, sizes: MeshSizes) -> Iterator[Row]:
     for schedule, num_virtual in _SCHEDULES if sizes.pipeline > 1 else _SCHEDULES[:1]:
         if question.computes.shape is not None and sizes.pipeline * num_virtual > question.computes.shape.num_layers:
             continue
-        own = [] if sizes.pipeline > 1 else [rung_of(question.base)]  # which may be none of the ladder's
-        for stage, optimizer, param in dict.fromkeys([*rungs(has_pipeline=sizes.pipeline > 1), *own]):
+        standings: tuple[Standing, ...] = PIPELINE_STANDINGS
+        if sizes.pipeline == 1:  # with the config's own, which may be none of the ladder's
+            standings = (*STANDINGS, standing_of(question.base))
+        for stage, optimizer, param in dict.fromkeys(standings):
             if Place.DISK.value in (optimizer, param) and not has_disk:
                 continue
             if stage and sizes.num_replicas == 1 and optimizer == param == Place.DEVICE.value:

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, field
 from itertools import combinations, zip_longest
 from typing import Any, NamedTuple
 
+from launcher.planner.ladder import EngineFacts
 from launcher.sharding.mesh import AXES, MeshSizes
 
 FORMAT = 1  # of the JSON
@@ -66,7 +67,7 @@ class RankRehearsal:
     world_size: int
     gpus_per_node: int
     sizes: dict[str, int] = field(default_factory=dict)  # of the mesh, by axis
-    rung: tuple[int, str, str] | None = None  # ZeRO stage, and where the optimizer and the parameters are offloaded to
+    engine: EngineFacts | None = None  # where the engine stands on the ladder
     num_steps: int = 0  # that it has taken
     groups: list[Group] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
@@ -74,8 +75,6 @@ class RankRehearsal:
     host_bytes: int = 0  # of offloaded states, page-locked on a GPU
     disk_bytes: int = 0
     work: dict[str, DeviceWork] = field(default_factory=dict)  # of a device in the last step, by phase
-    micro_batch: int = 0  # of the engine
-    num_micro_batches: int = 0
     config: dict[str, Any] = field(default_factory=dict)  # of the engine, with nothing left to "auto"
     params: list[tuple[str, int, bool]] = field(default_factory=list)  # name, elements, whether it is trained
     reads: dict[str, int] = field(default_factory=dict)  # numbers that the host waited for in it, by file:line
@@ -85,6 +84,16 @@ class RankRehearsal:
     error: str | None = None  # why it ended before the last step
     announced: dict[str, str] = field(default_factory=dict)  # by stage of a pipeline, what it returns
     needs_earlier_stages: bool = False  # it is not known what the stage before returns
+
+    @property
+    def micro_batch(self) -> int:
+        """Of the engine; 0 without one."""
+        return 0 if self.engine is None else self.engine.micro_batch
+
+    @property
+    def num_micro_batches(self) -> int:
+        """Micro-batches of a step; 0 without an engine."""
+        return 0 if self.engine is None else self.engine.accumulation
 
     @property
     def peak_bytes(self) -> int:
@@ -118,7 +127,7 @@ class RankRehearsal:
         found["calls"] = [Call(*call) for call in found["calls"]]
         found["work"] = {phase: DeviceWork(*work) for phase, work in found["work"].items()}
         found["params"] = [tuple(param) for param in found["params"]]
-        found["rung"] = None if found["rung"] is None else tuple(found["rung"])
+        found["engine"] = EngineFacts.from_json(found["engine"])
         return cls(**found)
 
 

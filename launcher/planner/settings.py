@@ -1,20 +1,30 @@
-"""Settings from an engine config, settings as an engine config, and the ladder of settings to choose from."""
+"""Settings from an engine config, settings as an engine config, and those of the ladder to choose from."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from launcher.base.errors import UsageError
+from launcher.base.errors import LauncherError, UsageError
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.check import check
 from launcher.config.equations import BATCH_KEYS, mesh_sizes, solve_batch
 from launcher.config.fields import AUTO, Auto
+from launcher.config.load import load_config, patched
 from launcher.config.policies import DType, Place, zero_policy
 from launcher.config.rules import pipeline_plan
 from launcher.config.schema import Config
-from launcher.planner.memory import Setting, States
+from launcher.planner.ladder import (
+    INFERENCE_STANDINGS,
+    PIPELINE_STANDINGS,
+    STANDINGS,
+    EngineFacts,
+    Standing,
+    standing_keys,
+)
+from launcher.planner.memory import Setting, States, rank_memory
+from launcher.planner.model import ModelFacts, Parameter
 from launcher.sharding.mesh import MeshSizes
 from launcher.sharding.pipeline import DEFAULT_SCHEDULE, PipelinePlan
 
@@ -24,79 +34,23 @@ OPTIMIZER_STATES = {
     "Adagrad": 1, "Lion": 1, "Muon": 1, "SGD": 0, "MuSGD": 0,
 }  # fmt: skip
 DEFAULT_PRECISION = "bf16"
-EXAMPLE_NVME_PATH = "/local_nvme"  # what a config that is printed names, for its reader to replace
-# From the quickest to the smallest, as the guides advise to go.
-_LADDER = (
-    (0, "none", "none"),
-    (1, "none", "none"),
-    (2, "none", "none"),
-    (2, "cpu", "none"),
-    (3, "none", "none"),
-    (3, "cpu", "none"),
-    (3, "cpu", "cpu"),
-    (3, "nvme", "nvme"),
-)
-# Pipeline stages divide parameters and gradients, and ZeRO the optimizer.
-_PIPELINE_LADDER = ((0, "none", "none"), (1, "none", "none"), (1, "cpu", "none"))
-# Forward alone needs parameters: whole, sharded, and kept elsewhere.
-_INFERENCE_LADDER = ((0, "none", "none"), (3, "none", "none"), (3, "none", "cpu"), (3, "none", "nvme"))
 
 
 def ladder(config: Config, world_size: int, *, trains: bool = True) -> list[Setting]:
-    """Return the settings worth trying, quickest first, with the precision and buffers of a resolved config."""
+    """Return the settings of the ladder, quickest first, with the precision and buffers of a resolved config."""
     has_pipeline = mesh_sizes(config, world_size).pipeline > 1
-    chosen = rungs(has_pipeline=has_pipeline)
+    standings: Sequence[Standing] = PIPELINE_STANDINGS if has_pipeline else STANDINGS
     if not trains:
-        chosen = _INFERENCE_LADDER[:1] if has_pipeline else _INFERENCE_LADDER
-    return [setting_of(at(config, *rung), world_size, trains=trains) for rung in chosen]
+        standings = INFERENCE_STANDINGS[:1] if has_pipeline else INFERENCE_STANDINGS
+    return [setting_of(at(config, *one), world_size, trains=trains) for one in standings]
 
 
-def rungs(*, has_pipeline: bool = False) -> Sequence[tuple[int, str, str]]:
-    """Return the rungs of the ladder: stage, where the optimizer is, where parameters are."""
-    return _PIPELINE_LADDER if has_pipeline else _LADDER
-
-
-def rungs_below(stage: int, optimizer: str, param: str, *, has_pipeline: bool = False) -> list[tuple[int, str, str]]:
-    """Return the rungs of the ladder that need less memory than a setting, the quickest first.
-
-    Each is (stage, where the optimizer is, where parameters are).
-    """
-    now = _depth((stage, optimizer, param))
-    all_rungs = rungs(has_pipeline=has_pipeline)
-    return [rung for rung in all_rungs if _depth(rung) != now and _is_as_deep(_depth(rung), now)]
-
-
-def rungs_above(stage: int, optimizer: str, param: str, *, has_pipeline: bool = False) -> list[tuple[int, str, str]]:
-    """Return the rungs of the ladder that need more memory than a setting, the one that needs least first."""
-    now = _depth((stage, optimizer, param))
-    all_rungs = rungs(has_pipeline=has_pipeline)
-    return [rung for rung in reversed(all_rungs) if _depth(rung) != now and _is_as_deep(now, _depth(rung))]
-
-
-def _depth(rung: tuple[int, str, str]) -> tuple[int, ...]:
-    places = [place.value for place in (Place.DEVICE, Place.HOST, Place.DISK)]
-    return (rung[0], *(places.index(place) for place in rung[1:]))
-
-
-def _is_as_deep(one: tuple[int, ...], other: tuple[int, ...]) -> bool:
-    return all(a >= b for a, b in zip(one, other, strict=True))
-
-
-def rung_of(config: Config) -> tuple[int, str, str]:
-    """Return the stage of a config, and where it has the optimizer and the parameters."""
+def standing_of(config: Config) -> Standing:
+    """Return where a config has the states of a model."""
     zero = config.zero_optimization
-    param = str(zero.offload_param.device) if zero.stage == 3 else Place.DEVICE.value
-    return int(zero.stage), str(zero.offload_optimizer.device) if zero.stage else Place.DEVICE.value, param
-
-
-def rung_keys(stage: int, optimizer: str, param: str) -> dict[str, Any]:
-    """Return what a rung of the ladder changes in an engine config."""
-    zero: dict[str, Any] = {"stage": stage}
-    for name, place in (("offload_optimizer", optimizer), ("offload_param", param)):
-        if place != Place.DEVICE.value:
-            path = {"nvme_path": EXAMPLE_NVME_PATH} if place == Place.DISK.value else {}
-            zero[name] = {"device": place, **path}
-    return {"zero_optimization": zero}
+    place = Place.DEVICE.value
+    optimizer = str(zero.offload_optimizer.device) if zero.stage else place
+    return Standing(int(zero.stage), optimizer, str(zero.offload_param.device) if zero.stage == 3 else place)
 
 
 def at(config: Config, stage: int, optimizer: str, param: str) -> Config:
@@ -139,7 +93,7 @@ def in_precision(
 def as_config(setting: Setting) -> dict[str, Any]:
     """Return the part of an engine config that asks for this setting."""
     offload, precision = setting.policy.offload, setting.policy.precision.param
-    keys = rung_keys(setting.stage, offload.optimizer.value, offload.params.value)
+    keys = standing_keys(Standing(setting.stage, offload.optimizer.value, offload.params.value))
     axes: dict[str, Any] = {}
     if setting.sizes.tensor > 1:
         axes["tensor_parallel"] = {"autotp_size": setting.sizes.tensor}
@@ -162,6 +116,32 @@ def _pipeline_keys(setting: Setting) -> dict[str, Any]:
     if plan.schedule != DEFAULT_SCHEDULE:
         keys["schedule"] = plan.schedule
     return keys | ({"virtual_stages": plan.num_virtual} if plan.num_virtual > 1 else {})
+
+
+def freed_bytes(facts: EngineFacts, patch: Mapping[str, Any]) -> int | None:
+    """Return what a patch frees of the memory that a rank's model states are in; None where no formula says it.
+
+    Of activations none does: they depend on the script. On a CPU host memory is the device's.
+    """
+    if facts.num_params is None or "zero_optimization" not in patch:
+        return None
+    before: dict[str, Any] = standing_keys(facts.standing)
+    if facts.precision != DType.FP32.value:
+        before[facts.precision] = {"enabled": True}
+    if facts.optimizer_type is not None:
+        before["optimizer"] = {"type": facts.optimizer_type, "params": {}}
+    model = ModelFacts("model", "", (Parameter("model", facts.num_params),))
+
+    def needed(data: Mapping[str, Any]) -> int:
+        config = resolve(load_config(data, for_planning=True).config, facts.num_shards, None)
+        found = rank_memory(model, setting_of(config, facts.num_shards, trains=facts.trains), facts.num_shards)
+        return found.model_states + (found.host if facts.device == "cpu" else 0)
+
+    try:
+        freed = needed(before) - needed(patched(before, patch))
+    except LauncherError:  # a combination that this release does not know
+        return None
+    return freed if freed > 0 else None
 
 
 def refusals(setting: Setting) -> list[str]:

@@ -11,6 +11,7 @@ import resource
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 from torch import Tensor
@@ -21,6 +22,7 @@ import launcher.engine.watch
 from launcher.comm import observe
 from launcher.comm.mesh import current_mesh
 from launcher.comm.torch_internals import tree_leaves
+from launcher.engine.facts import left_facts
 from launcher.planner.rehearsal import DeviceWork, RankRehearsal
 from launcher.rehearse.collectives import CollectiveRecorder
 from launcher.rehearse.ledger import (
@@ -149,14 +151,13 @@ class Follower:
             found.sizes = {axis: int(getattr(mesh.sizes, axis)) for axis in (*AXES, "expert")}
         if self._engines:
             engine = self._engines[-1]
-            zero = engine._parts.settings.zero_optimization
-            found.rung = (int(zero.stage), str(zero.offload_optimizer.device), str(zero.offload_param.device))
-            found.micro_batch = engine.train_micro_batch_size_per_gpu()
-            found.num_micro_batches = engine.gradient_accumulation_steps()
             found.config = engine._parts.settings.model_dump(mode="json")
             found.params = [
                 (name, unsharded_numel(param), param.requires_grad) for name, param in engine.module.named_parameters()
             ]
+        facts = left_facts()
+        if facts is not None:
+            found.engine = replace(facts, device="cuda")  # what computes here stands for a GPU
         # Ranks reach the forward that ends the script after other transfers: what follows the last step is left out.
         found.groups = self.recorder.groups
         found.calls = [call for call in self.recorder.calls if call.step <= max(1, found.num_steps)]

@@ -15,6 +15,7 @@ from harness.launch.command import Launch, run_launch, wait_until
 from launcher.base.errors import UsageError
 from launcher.cli.commands import rehearse
 from launcher.cli.main import cli
+from launcher.planner.ladder import EngineFacts
 from launcher.planner.rehearsal import Call, Group, RankRehearsal
 
 TRAIN = """
@@ -119,23 +120,33 @@ def test_memory_of_every_rank_counts(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_the_ladder_ends_at_the_first_setting_that_fits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
-    needed = {"": 9, "2none": 7, "2cpu": 5, "3none": 4, "3cpu": 3, "3nvme": 2}
+    needed = {"": 9, "0none": 8, "1none": 7, "2none": 6, "2cpu": 5, "3none": 4, "3cpu": 3, "3nvme": 2}
 
     def rehearsed(_wanted: object, _command: object, patch: dict[str, Any], **_: object) -> RankRehearsal:
         zero = patch.get("zero_optimization", {})
-        place = zero.get("offload_optimizer", {"device": "none"})["device"] if zero else ""
-        size = needed[f"{zero.get('stage', '')}{place}"]
-        return found_by(0, rung=(1, "none", "none"), peaks={"forward": {"parameters": size << 20}})
+        places = [zero.get(name, {"device": "none"})["device"] for name in ("offload_optimizer", "offload_param")]
+        stage, recomputes = zero.get("stage", 0), "activation_checkpointing" in patch
+        engine = EngineFacts(
+            device="cuda", stage=stage, optimizer=places[0], param=places[1], num_shards=4, micro_batch=2,
+            accumulation=1, recomputes=recomputes, can_recompute=True,
+        )  # fmt: skip
+        size = needed[f"{stage}{places[0]}" if recomputes else ""]
+        return found_by(0, engine=engine, peaks={"forward": {"parameters": size << 20}})
 
     words = ["rehearse", "--ranks", "4", "--rank", "0", "--ladder"]
     with mock.patch.object(rehearse, "run_rank", side_effect=rehearsed):
         result = CliRunner().invoke(cli, [*words, "--gpu-memory", "4MiB", "train.py"], prog_name="launch")
         assert result.exit_code == 1, "the config as it is does not fit"
-        assert "stage 2, optimizer none, param none: 7.0 MiB on the GPU" in result.output
-        assert 'fits 4.0 MiB with: {"zero_optimization": {"stage": 3}}' in result.output
-        assert "3.0 MiB" not in result.output
+        assert "micro-batch 2 → 1, accumulation 1 → 2: left out, the script would have to take" in result.output
+        assert "the blocks of the model are recomputed in backward: 8.0 MiB on the GPU" in result.output
+        assert "ZeRO stage 0 → 1: 7.0 MiB on the GPU" in result.output
+        assert "ZeRO stage 2 → 3, optimizer → device" not in result.output
+        found = json.loads(result.output.partition("fits 4.0 MiB with: ")[2].splitlines()[0])
+        assert found["activation_checkpointing"] == {"blocks": True}
+        assert found["zero_optimization"] == {"stage": 3, "offload_optimizer": {"device": "cpu"}}
         result = CliRunner().invoke(cli, [*words, "--gpu-memory", "1MiB", "train.py"], prog_name="launch")
-        assert "the ladder of stages and offload ends here" in result.output
+        assert "optimizer and parameters → disk: 2.0 MiB on the GPU" in result.output
+        assert "the ladder ends here" in result.output
         fits = CliRunner().invoke(cli, [*words, "--gpu-memory", "9MiB", "train.py"], prog_name="launch")
         assert (fits.exit_code, "stage 2" in fits.output) == (0, False)
 

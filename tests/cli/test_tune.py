@@ -20,7 +20,7 @@ from harness.launch.sshd import LoopbackSshd
 from launcher.base.errors import LauncherError, UsageError
 from launcher.cli.commands import tune
 from launcher.cli.main import cli
-from launcher.planner.settings import rungs_above, rungs_below
+from launcher.planner.ladder import STANDINGS, Standing, standings_above, standings_below
 from launcher.planner.speed import CollectiveSpeed, RankSpeed, Speed, kept_file
 from launcher.planner.tuning import ConfigFacts, Factors, RankTrial, Trial, kept_factors
 
@@ -379,10 +379,10 @@ def test_candidates_remove_the_offload_that_they_have_not() -> None:
     assert [each.label for each in pipeline] == ["stage 0", "stage 1, optimizer on the CPU"]
 
 
-def test_rungs_above_are_those_that_a_setting_is_below_of() -> None:
-    for rung in (now := (0, "none", "none"), *rungs_below(*now)):
-        assert all(rung in rungs_below(*above) for above in rungs_above(*rung))
-    assert rungs_above(2, "none", "none") == [(1, "none", "none"), (0, "none", "none")]
+def test_standings_above_are_those_that_one_is_below_of() -> None:
+    for one in STANDINGS:
+        assert all(one in standings_below(above) for above in standings_above(one))
+    assert standings_above(Standing(2)) == [Standing(1), Standing(0)]
 
 
 def test_measured_times_of_predicted_trials_are_kept(tmp_path: Path) -> None:

@@ -7,7 +7,8 @@ from typing import Any
 import pytest
 
 from launcher.base.errors import ConfigError
-from launcher.config.load import composed, load_config, patched
+from launcher.config.load import load_config, patched
+from launcher.planner.ladder import combined
 
 CONFIG = {"zero_optimization": {"stage": 1, "overlap_comm": False}, "train_micro_batch_size_per_gpu": 4}
 
@@ -53,4 +54,4 @@ def test_a_wrong_patch_is_named(monkeypatch: pytest.MonkeyPatch, patch: str) -> 
     ],
 )
 def test_one_patch_for_two(first: dict[str, Any], second: dict[str, Any]) -> None:
-    assert patched(CONFIG, composed(first, second)) == patched(patched(CONFIG, first), second)
+    assert patched(CONFIG, combined(first, second)) == patched(patched(CONFIG, first), second)

@@ -22,6 +22,7 @@ from launcher.cli import script_plan
 from launcher.cli.commands import plan, probe, rehearse, tune
 from launcher.cli.main import cli
 from launcher.config.load import load_config
+from launcher.planner.ladder import EngineFacts
 from launcher.planner.rehearsal import DeviceWork, RankRehearsal
 from launcher.planner.speed import CollectiveSpeed, RankSpeed, Speed
 from launcher.planner.tuning import ConfigFacts, RankTrial, Trial
@@ -292,7 +293,7 @@ REHEARSED = RankRehearsal(
     0, 2, 2,
     work={phase: DeviceWork(1e9, 1e6, 1e6, 10) for phase in ("forward", "backward")},
     peaks={phase: {"parameters": 1 << 20, "activations": 1 << 20} for phase in ("forward", "backward", "step")},
-    micro_batch=2, num_micro_batches=1, params=[("0.weight", 1 << 16, True)],
+    engine=EngineFacts(device="cuda", stage=1, micro_batch=2, accumulation=1), params=[("0.weight", 1 << 16, True)],
     config=load_config({"train_micro_batch_size_per_gpu": 2}).config.model_dump(mode="json"),
 )  # fmt: skip
 

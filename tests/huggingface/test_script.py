@@ -65,6 +65,32 @@ def test_launch_runs_a_script_with_its_config_and_adds_nothing_to_what_it_prints
         assert re.fullmatch(expected, line)
 
 
+def told(folder: Path, config: Path, env: dict[str, str]) -> list[float]:
+    """Return the losses that the script leaves, of 2 ranks in a folder."""
+    folder.mkdir()
+    command = in_forks(SCRIPT, "--deepspeed", str(config), *ARGUMENTS, preload=IMPORTS)
+    result = run_launch(folder, "--num_gpus", "2", *command, env=environment() | env)
+    assert result.code == 0, result.err
+    facts, *losses = (folder / "out" / "told.txt").read_text().splitlines()
+    assert facts == f"launcher.engine.deepspeed_engine 2 {3 if env else 2}"
+    return [float(loss) for loss in losses]
+
+
+@pytest.mark.parametrize("is_fixed", [True, False])
+def test_the_arguments_follow_a_patch_of_the_config(tmp_path: Path, config: Path, is_fixed: bool) -> None:
+    """As after an end for lack of memory. is_fixed: the config names sizes, which the Trainer compares with its own."""
+    if is_fixed:
+        sizes = {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "train_batch_size": 8}
+        config.write_text(json.dumps(json.loads(config.read_text()) | sizes))
+    patch = {
+        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": 4, "train_batch_size": None,
+        "activation_checkpointing": {"blocks": True}, "zero_optimization": {"stage": 3},
+    }  # fmt: skip
+    expected = told(tmp_path / "before", config, {})
+    found = told(tmp_path / "after", config, {"LAUNCH_CONFIG_PATCH": json.dumps(patch)})
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
 @pytest.mark.soak
 @pytest.mark.parametrize(
     ("start", "world_size"), [([], 1), (["-m", "torch.distributed.run", "--nproc_per_node=2", "--standalone"], 2)]

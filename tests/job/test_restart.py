@@ -31,7 +31,10 @@ from launcher.job.events import Failure, FailureKind, RunReport
 from launcher.job.restart import RestartPolicy, WorldSizes, largest_fit, run_with_restarts
 from launcher.plan.engine_config import EngineConfig
 from launcher.plan.plan import Command, JobPlan
+from launcher.plan.variables import ladder_variables
+from launcher.planner.ladder import EngineFacts, advice_for
 
+PATCH = "LAUNCH_CONFIG_PATCH"
 FAILS_TWICE = """
     import os, sys, time
     count = os.environ["LAUNCH_RESTART_COUNT"]
@@ -246,6 +249,64 @@ def test_ranks_that_saved_because_of_a_notice_start_again_and_that_is_not_counte
     runs, last = hosts_of_runs(policy, [saved, failed, saved, failed])
     assert len(runs) == 4
     assert last.exit_code == 1
+
+
+FACTS = EngineFacts(device="cuda", stage=1, num_shards=4, micro_batch=1, accumulation=1, trains=True, recomputes=True)
+
+
+def out_of_memory(facts: EngineFacts | None, tried: tuple[dict[str, Any], ...] = ()) -> RunReport:
+    ended = report(1, rank=0)
+    assert ended.failure is not None
+    failure = dataclasses.replace(ended.failure, memory="device", engine=facts)
+    return dataclasses.replace(ended, failure=failure, advice=advice_for("device", facts, tried))
+
+
+def plans_of_runs(policy: RestartPolicy, outcomes: list[RunReport], quiet: Quiet | None = None) -> list[JobPlan]:
+    plans: list[JobPlan] = []
+
+    def run(plan: JobPlan) -> RunReport:
+        plans.append(plan)
+        return outcomes[len(plans) - 1]
+
+    with tempfile.TemporaryDirectory() as folder:
+        first = dataclasses.replace(plan_for(Cluster((Host("a", (0, 1)),))), run_folder=Path(folder))
+        policy = dataclasses.replace(policy, first_delay_s=0.0)
+        run_with_restarts(first, policy, run, plan_for, cast(Any, quiet or Quiet()), SignalQueue(()))
+    return plans
+
+
+def test_rungs_of_the_ladder_add_up_and_are_not_counted_as_failures() -> None:
+    at_2 = dataclasses.replace(FACTS, stage=2)
+    outcomes = [out_of_memory(FACTS), report(1, rank=0), out_of_memory(at_2), report(0)]
+    plans = plans_of_runs(RestartPolicy(max_restarts=1, climbs_down=True), outcomes)
+    assert [plan.num_failures for plan in plans] == [0, 0, 1, 1]
+    assert [plan.resume for plan in plans] == ["", "auto", "auto", "auto"]
+    assert [ladder_variables(plan, {}) for plan in plans[:2]] == [
+        {}, {"LAUNCH_CONFIG_PATCH": '{"zero_optimization": {"stage": 2}}'},
+    ]  # fmt: skip
+    last = json.loads(ladder_variables(plans[3], {"LAUNCH_CONFIG_PATCH": '{"bf16": {"enabled": true}}'})[PATCH])
+    assert last == {
+        "bf16": {"enabled": True},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }
+
+
+def test_the_ladder_is_for_those_who_ask_for_it_and_ends() -> None:
+    lowest = dataclasses.replace(FACTS, stage=3, optimizer="cpu", param="cpu")
+    assert len(plans_of_runs(RestartPolicy(), [out_of_memory(FACTS)])) == 1
+    assert len(plans_of_runs(RestartPolicy(max_restarts=5, climbs_down=True), [out_of_memory(lowest)])) == 1
+    again = [out_of_memory(FACTS), out_of_memory(FACTS, ({"zero_optimization": {"stage": 2}},))]
+    assert len(plans_of_runs(RestartPolicy(climbs_down=True), again)) == 2
+
+
+def test_without_an_engine_restarts_are_as_ever() -> None:
+    quiet = Quiet()
+    policy = RestartPolicy(max_restarts=1, climbs_down=True)
+    plans = plans_of_runs(policy, [out_of_memory(None), report(0)], quiet)
+    assert (len(plans), plans[1].num_failures, plans[1].rungs) == (2, 1, ())
+    assert quiet.warnings == [
+        "no ladder: the rank had built no engine of this package, so there is no config to change"
+    ]
 
 
 def test_where_nodes_are_taken_away_after_a_notice_the_job_ends_with_its_code() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from pathlib import Path
 from typing import Any, cast
@@ -13,8 +14,9 @@ from launcher.cluster.cluster import Cluster, Host, NodePlacement, place
 from launcher.job.events import Failure
 from launcher.job.logs import RankLog
 from launcher.job.node import Node, Rank
-from launcher.job.root_cause import RootCause
+from launcher.job.root_cause import RootCause, memory_of
 from launcher.plan.plan import Command, JobPlan
+from launcher.planner.ladder import EngineFacts
 
 PLAN = JobPlan(
     "job", place(Cluster((Host("a", (0,)),))), Command("script", "t.py", ()), "/", Path("runs"), "a", None, {}, {}
@@ -254,3 +256,59 @@ def test_a_rank_that_has_saved_and_is_killed_on_its_way_out_asks_for_a_requeue(t
     failure = book.add(node(), Exited(0, -15, 5.1, record, 0, None), tmp_path / "0.log")
     assert book.root.wants_requeue == is_warned
     assert (failure is None) == is_warned
+
+
+def ended_by(kind: str, message: str, trace: str = "", status: int = 1) -> Exited:
+    trace = trace or f'Traceback (most recent call last):\n  File "train.py", line 3\n{kind}: {message}\n'
+    record = {"time_s": 1.0, "type": kind.rpartition(".")[2], "message": message, "traceback": trace, "exit_code": 1}
+    return Exited(0, status, 1.0, record, 0, None)
+
+
+ENFORCE = "[enforce fail at alloc_cpu.cpp:127] err == 0. DefaultCPUAllocator:"
+CAUSED = "\n\nThe above exception was the direct cause of the following exception:\n\nValueError: step 7 failed\n"
+
+
+@pytest.mark.parametrize(
+    ("message", "memory"),
+    [
+        (ended_by("torch.OutOfMemoryError", "CUDA out of memory. Tried to allocate 2.00 GiB."), "device"),
+        (ended_by("torch.cuda.OutOfMemoryError", "HIP out of memory. Tried to allocate 2.00 GiB."), "device"),
+        (ended_by("RuntimeError", "CUDA out of memory. Tried to allocate 20.00 MiB"), "device"),
+        (ended_by("torch.AcceleratorError", "CUDA error: out of memory\nCUDA kernel errors might be"), "device"),
+        (
+            ended_by("RuntimeError", "CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"),
+            "device",
+        ),
+        (ended_by("ValueError", "step 7 failed", "torch.OutOfMemoryError: CUDA out of memory." + CAUSED), "device"),
+        (ended_by("RuntimeError", f"{ENFORCE} can't allocate memory: you tried to allocate 8 bytes."), "host"),
+        (ended_by("RuntimeError", f"{ENFORCE} not enough memory: you tried to allocate 8 bytes."), "host"),
+        (ended_by("MemoryError", ""), "host"),
+        (ended_by("numpy._core._exceptions._ArrayMemoryError", "Unable to allocate 7.28 TiB for an array"), "host"),
+        (ended_by("OSError", "[Errno 12] Cannot allocate memory"), "host"),
+        (ended_by("RuntimeError", "unable to mmap 80 bytes from file <x>: Cannot allocate memory (12)"), "host"),
+        (ended_by("RuntimeError", "std::bad_alloc"), "host"),
+        (Exited(0, -9, 1.0, None, 0, "the memory limit of the cgroup was reached"), "host"),
+        (Exited(0, -9, 1.0, None, 0, None), None),
+        (ended_by("ValueError", "the table is out of memory locations"), None),
+        (ended_by("RuntimeError", "the server said: CUDA out of memory"), None),
+        (ended_by("OSError", "[Errno 122] Disk quota exceeded"), None),
+        (ended_by("torch.distributed.DistBackendError", "ibv_reg_mr failed: Cannot allocate memory"), None),
+        (ended_by("RuntimeError", "CUDA error: an illegal memory access was encountered"), None),
+    ],
+)
+def test_whose_memory_has_ended(message: Exited, memory: str | None) -> None:
+    assert memory_of(message) == memory
+
+
+def test_a_thread_that_finds_no_memory_leaves_its_words_alone() -> None:
+    lines = ["terminate called after throwing an instance of 'std::bad_alloc'", "  what():  std::bad_alloc"]
+    assert memory_of(Exited(0, -6, 1.0, None, 0, None), lines) == "host"
+    assert memory_of(Exited(0, -6, 1.0, None, 0, None), ["Aborted"]) is None
+
+
+def test_what_an_engine_has_left_is_part_of_the_failure(tmp_path: Path) -> None:
+    facts = EngineFacts(device="cuda", stage=2, micro_batch=4, accumulation=1)
+    killed = Exited(0, -9, time.monotonic(), None, 0, "the host ran out of memory", None, dataclasses.asdict(facts))
+    book = book_of(tmp_path, time.monotonic(), (node(), killed))
+    assert book.cause is not None
+    assert (book.cause.memory, book.cause.engine) == ("host", facts)

@@ -20,8 +20,6 @@ from launcher.planner.settings import (
     micro_batch_of,
     refusals,
     resolve,
-    rung_keys,
-    rungs_below,
     setting_of,
 )
 
@@ -154,22 +152,3 @@ def test_parameters_of_a_config_stay_on_the_device_below_stage_3(trains: bool) -
         return setting_of(config, 2, trains=trains).policy.offload
 
     assert offload_of({"stage": 2, "offload_param": {"device": "cpu"}}) == offload_of({"stage": 2})
-
-
-def test_rungs_below_a_setting_need_less_of_everything() -> None:
-    assert rungs_below(2, "none", "none") == [
-        (2, "cpu", "none"),
-        (3, "none", "none"),
-        (3, "cpu", "none"),
-        (3, "cpu", "cpu"),
-        (3, "nvme", "nvme"),
-    ]
-    assert rungs_below(2, "cpu", "none") == [(3, "cpu", "none"), (3, "cpu", "cpu"), (3, "nvme", "nvme")]
-    assert rungs_below(3, "nvme", "nvme") == []
-    assert rungs_below(0, "none", "none", has_pipeline=True) == [(1, "none", "none"), (1, "cpu", "none")]
-
-
-@pytest.mark.parametrize("rung", rungs_below(0, "none", "none"))
-def test_the_keys_of_a_rung_are_a_config_of_it(rung: tuple[int, str, str]) -> None:
-    zero = load_config(rung_keys(*rung)).config.zero_optimization
-    assert (zero.stage, zero.offload_optimizer.device, zero.offload_param.device) == rung

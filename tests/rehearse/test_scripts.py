@@ -8,8 +8,8 @@ import pytest
 from harness import scripts
 from harness.train.rehearsed import rehearse_script
 
+from launcher.planner.ladder import Standing, standing_keys
 from launcher.planner.rehearsal import first_differences
-from launcher.planner.settings import rung_keys
 
 TRAIN = """
     import os, sys, torch, torch.distributed as dist, launcher
@@ -96,11 +96,13 @@ def test_a_config_that_the_ranks_do_not_divide(tmp_path: Path) -> None:
 def test_another_rung_of_the_ladder(tmp_path: Path) -> None:
     train = script(tmp_path)
     whole, _ = rehearse_script(tmp_path, train, "1024", "1", rank=0, world_size=8)
-    assert whole.rung == (1, "none", "none")
-    keys = rung_keys(3, "cpu", "none")
+    assert whole.engine is not None
+    assert whole.engine.standing == Standing(1)
+    keys = standing_keys(Standing(3, "cpu"))
     sharded, result = rehearse_script(tmp_path, train, "1024", "1", rank=0, world_size=8, patch=keys)
     assert sharded.error is None, result.err
-    assert sharded.rung == (3, "cpu", "none")
+    assert sharded.engine is not None
+    assert sharded.engine.standing == Standing(3, "cpu")
     numel = 8 * (1024 + 1) * 1024
     assert whole.peaks["step"]["parameters"] == pytest.approx(2 * numel, rel=0.01)
     assert sharded.peaks["step"]["parameters"] == pytest.approx(2 * numel / 8, rel=0.02)

@@ -104,7 +104,8 @@ _OPTIONS: tuple[Callable[[Any], Any], ...] = (
     ),
     option(
         "--ladder", is_flag=True,
-        help="Where --gpu-memory is too small, rehearse higher stages and offload until one fits.",
+        help="Where --gpu-memory is too small, rehearse smaller micro-batches, recomputation, higher stages and offload"
+        " until a rank fits.",
     ),
     option("--steps", type=Number(Whole(1, 1000)), default=2, help="Optimizer steps to take. Default: 2."),
     option("--json", "json_path", metavar="FILE", help="Write all that was found to FILE, too."),
@@ -171,29 +172,32 @@ def rehearse(**values: Any) -> None:
 
 
 def _climb_down(most: RankRehearsal, gpu_memory: int, run: Callable[[dict[str, Any]], RankRehearsal]) -> None:
-    """Rehearse the rank that needs most at settings that need less, until it fits; show each, and the one to take."""
-    from launcher.planner.settings import rung_keys, rungs_below
+    """Rehearse the rank that needs most with what needs less, until it fits; show each rung, and the config to take."""
+    from launcher.planner.ladder import DEVICE, EXAMPLE_NVME_PATH, combined, rungs
 
-    has_pipeline = sizes_of(most).pipeline > 1
-    rungs = [] if most.rung is None else rungs_below(*most.rung, has_pipeline=has_pipeline)
-    for rung in rungs:
-        keys = rung_keys(*rung)
-        one = run(keys)
-        stage, optimizer, param = rung
-        label = f"stage {stage}, optimizer {optimizer}, param {param}"
-        if one.error is not None:
-            click.echo(f"{label}: {one.error.splitlines()[-1]}")
+    facts, patch = most.engine, dict[str, Any]()
+    left = [] if facts is None else rungs(facts, DEVICE, EXAMPLE_NVME_PATH)
+    while left:
+        rung = left.pop(0)
+        if rung.needs:
+            click.echo(f"{rung.change}: left out, the script would have to {rung.needs}")
             continue
+        one = run(combined(patch, rung.patch))
+        if one.error is not None:
+            click.echo(f"{rung.change}: {one.error.splitlines()[-1]}")
+            continue
+        patch = combined(patch, rung.patch)
         host = format_bytes(one.host_bytes * min(one.gpus_per_node, one.world_size))
         sent = format_bytes(sum(one.traffic().values()))
-        click.echo(f"{label}: {format_bytes(one.peak_bytes)} on the GPU, {host} on each host, {sent} sent in a step")
+        needed = f"{format_bytes(one.peak_bytes)} on the GPU, {host} on each host, {sent} sent in a step"
+        click.echo(f"{rung.change}: {needed}")
         if one.peak_bytes <= gpu_memory:
-            click.echo(f"fits {format_bytes(gpu_memory)} with: {json.dumps(keys)}")
+            click.echo(f"fits {format_bytes(gpu_memory)} with: {json.dumps(patch)}")
             return
-    click.echo(
-        "the ladder of stages and offload ends here: smaller micro-batches with more accumulation, activation"
-        " checkpointing or more ranks need less"
-    )
+        if one.engine is not None and one.engine != facts:
+            facts = one.engine
+            left = rungs(facts, DEVICE, EXAMPLE_NVME_PATH)
+    click.echo("the ladder ends here: more ranks, or GPUs with more memory")
 
 
 def run_rank(wanted: dict[str, Any], command: Sequence[str], patch: dict[str, Any], *, verbose: bool) -> RankRehearsal:

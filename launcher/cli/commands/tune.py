@@ -49,6 +49,7 @@ from launcher.planner.tuning import (
 from launcher.transport.command import own_argv
 
 if TYPE_CHECKING:
+    from launcher.planner.ladder import Standing
     from launcher.planner.plan import Row
     from launcher.planner.timing import StepTime
     from launcher.planner.tuning import Factors
@@ -239,11 +240,11 @@ def candidates(facts: ConfigFacts, num_wanted: int, *, fits: bool) -> list[Trial
 
     fits: the script's own does; else only what needs less memory is worth a trial.
     """
-    from launcher.planner.settings import rungs_above, rungs_below
+    from launcher.planner.ladder import PIPELINE_STANDINGS, STANDINGS, Standing, standings_above, standings_below
 
-    now = (facts.stage, facts.optimizer, facts.param)
-    above = rungs_above(*now, has_pipeline=facts.has_pipeline) if fits else []
-    rungs = [*above, *rungs_below(*now, has_pipeline=facts.has_pipeline)]
+    now = Standing(facts.stage, facts.optimizer, facts.param)
+    all_of_them = PIPELINE_STANDINGS if facts.has_pipeline else STANDINGS
+    rungs = [*(standings_above(now, all_of_them) if fits else []), *standings_below(now, all_of_them)]
     return [
         Trial(_label(rung), _patch_of(rung, facts), facts.micro_batch, facts.accumulation)
         for rung in rungs
@@ -251,7 +252,7 @@ def candidates(facts: ConfigFacts, num_wanted: int, *, fits: bool) -> list[Trial
     ][:num_wanted]
 
 
-def _label(rung: tuple[int, str, str]) -> str:
+def _label(rung: Standing) -> str:
     stage, optimizer, param = rung
     places = [("optimizer", optimizer), ("parameters", param)]
     return ", ".join(
@@ -259,11 +260,11 @@ def _label(rung: tuple[int, str, str]) -> str:
     )
 
 
-def _patch_of(rung: tuple[int, str, str], facts: ConfigFacts) -> dict[str, Any]:
+def _patch_of(rung: Standing, facts: ConfigFacts) -> dict[str, Any]:
     """Return what makes a script's config one of a rung: offload that it has and the rung has not is removed."""
-    from launcher.planner.settings import rung_keys
+    from launcher.planner.ladder import standing_keys
 
-    keys = rung_keys(*rung)
+    keys = standing_keys(rung)
     zero = keys["zero_optimization"]
     for name, place in (("offload_optimizer", facts.optimizer), ("offload_param", facts.param)):
         if place != "none" and name not in zero:
@@ -376,12 +377,12 @@ class Session:
 
     def _fits(self, micro_batch: int, base: Outcome, facts: ConfigFacts) -> bool | None:
         """Try a micro-batch; None where the script does not make its batches as the config says, which is said."""
-        from launcher.config.load import composed
+        from launcher.planner.ladder import combined
 
         keys, accumulation = with_micro_batch(micro_batch, facts)
         label = base.trial.label if base.trial.patch else "own config"
         trial = Trial(
-            f"{label}, micro-batch {micro_batch}", composed(base.trial.patch, keys), micro_batch, accumulation
+            f"{label}, micro-batch {micro_batch}", combined(base.trial.patch, keys), micro_batch, accumulation
         )
         try:
             outcome, reports = self._run(trial)
@@ -479,10 +480,11 @@ def run_trial(options: TuneOptions, trial: Trial) -> list[RankTrial]:
 
     At Ctrl-C the job is ended first. Raises: TrialError where the script fails, or the job cannot be started.
     """
-    from launcher.config.load import composed, read_json
+    from launcher.config.load import read_json
+    from launcher.planner.ladder import combined
 
     users = read_json(os.environ.get(env.CONFIG_PATCH.name) or "{}", env.CONFIG_PATCH.name).value
-    patch = composed(users if isinstance(users, dict) else {}, trial.patch)
+    patch = combined(users if isinstance(users, dict) else {}, trial.patch)
     with tempfile.TemporaryDirectory(prefix="launch-tune-") as folder:
         run = [
             "run", "--quiet", "--plain", "--resume", "never", "--log-dir", folder,

@@ -19,6 +19,7 @@ from launcher.cli.console import streams
 from launcher.cli.console.lines import MixedLines, ShownOutput
 from launcher.cli.options.output import LOG_LEVELS, OutputOptions
 from launcher.job.events import Watcher
+from launcher.plan.plan import LADDER
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from launcher.cli.console.live import LiveView
     from launcher.job.events import Failure, RunReport
     from launcher.plan.plan import JobPlan
+    from launcher.planner.ladder import Advice
 
 _MAX_STACK_LINES = 200
 _MAX_COMMAND_CHARS = 80  # that --dry-run shows of what starts an agent
@@ -91,7 +93,26 @@ def _restart_text(plan: JobPlan, report: RunReport) -> str:
     """Return which restart `plan` is: only those after a failure are counted against `--max-restarts`."""
     if report.failure is None:
         return "the ranks have saved, and start again"
+    rung = None if report.advice is None else report.advice.rung
+    if rung is not None and plan.rungs and plan.rungs[-1] == rung.patch:
+        return f"rung {len(plan.rungs)} of the ladder, {rung.change}"
     return f"restart {plan.num_failures} of {plan.max_restarts}"
+
+
+def _advice_lines(advice: Advice, *, climbs_down: bool) -> list[str]:
+    """Return what needs less memory: what it changes, frees and costs. climbs_down: `launch` does so by itself."""
+    rung, lines = advice.rung, []
+    if rung is None:
+        lines.append(f"  next  {advice.end}")
+    else:
+        freed = f" (frees {format_bytes(advice.freed_bytes)} on each rank)" if advice.freed_bytes else ""
+        lines.append(f"  next  {rung.change}{freed}; costs: {rung.cost}")
+        lines.append(f"        {json.dumps(rung.patch)}")
+        if not climbs_down:
+            lines.append("        --on-oom ladder does that by itself, from the last checkpoint with the same batch")
+    if advice.skipped is not None:
+        lines.append(f"  or    {advice.skipped.change}, once the script does this: {advice.skipped.needs}")
+    return lines
 
 
 def _headline(plan: JobPlan) -> str:
@@ -274,6 +295,9 @@ class Console(Watcher):
         if failure.oom and failure.max_rss_bytes:
             held = format_bytes(failure.max_rss_bytes)
             lines.append(f"  why   {failure.oom}; this rank held up to {held}")
+        if report.advice is not None and report.advice.has_ladder:
+            lines += _advice_lines(report.advice, climbs_down=self._plan.on_oom == LADDER)
+        elif failure.oom and failure.max_rss_bytes:
             lines += [f"  {line}" for line in _OUT_OF_MEMORY]
         elif failure.hint:
             lines.append(f"  next  {failure.hint}")

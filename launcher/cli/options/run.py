@@ -22,7 +22,7 @@ from launcher.cli.options.hosts import HOST_CHOICE, REACHING, ssh_options
 from launcher.cli.options.output import OUTPUT, OutputOptions
 from launcher.compat import AUTO as AUTO_ENGINE
 from launcher.compat import ENGINES
-from launcher.plan.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, Command
+from launcher.plan.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, ON_OOM, REPORT, Command
 from launcher.plan.request import DEFAULT_LOG_DIR, LIMITS, Request, resume_from
 from launcher.transport.ssh.options import SshOptions
 
@@ -130,6 +130,14 @@ _OPTIONS = (
         metavar="auto|never|DIR",
         help="Resume from the newest checkpoint in DIR; auto: in checkpoint.folder of the config; never: do not."
         " Default: auto, at restarts only.",
+    ),
+    _failure(
+        "--on-oom",
+        type=click.Choice(ON_OOM),
+        metavar="|".join(ON_OOM),
+        default=REPORT,
+        help="When memory ends: report what needs less of it, or ladder: restart with that, from the last checkpoint"
+        " and with the same effective batch, until it fits. Default: report.",
     ),
     _failure(
         "--hang-timeout",

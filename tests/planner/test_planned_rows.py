@@ -15,6 +15,7 @@ from launcher.config.schema import Config
 from launcher.planner.computing import Script, Transformer
 from launcher.planner.estimate import Machines
 from launcher.planner.hardware import gpu_named, gpu_names, hardware_of, scaled
+from launcher.planner.ladder import EngineFacts
 from launcher.planner.memory import Workload
 from launcher.planner.model import ModelFacts, Parameter, TransformerShape, parse_count, typical_model, typical_shape
 from launcher.planner.plan import Question, guide_says, meshes, micro_batches, plan
@@ -159,7 +160,7 @@ def rehearsed(num_micro_batches: int = 2, again: float = 0.0) -> RankRehearsal:
         0, 2, 2,
         work={"forward": DeviceWork(2e9, 1e6, 4e6, 100), "backward": DeviceWork(4e9 + again, 2e6, 8e6, 200)},
         peaks={"forward": {"parameters": 7, "activations": 600}, "backward": {"activations": 500, "temporary": 400}},
-        micro_batch=2, num_micro_batches=num_micro_batches,
+        engine=EngineFacts(device="cuda", stage=1, micro_batch=2, accumulation=num_micro_batches),
     )  # fmt: skip
 
 
