@@ -50,6 +50,7 @@ SHORT = {
     "checkpoint_fuzz": ("--count 270", 0),
     "memory_table": ("--worlds 2 --precisions fp32", 0),
     "rehearsal": ("--models mlp --worlds 1 --large 1", 0),
+    "plan": ("--micro-batches 8 --layers 1 --rounds 1 --seconds 1", 0),
     "nvme": ("--size 4MiB --seconds 0.01 --rounds 1", 0),
     "nvme_step": ("--layers 1 --rounds 1", 0),
     "hf_trainer": ("--rounds 1 --models vit --steps 3 --width 64 --engines launch", 0),
@@ -66,7 +67,7 @@ SHORT = {
 LONG = {"startup", "step_time", "pipeline", "checkpoint_time", "rehearsal", "nvme"}
 # Longer still, or alike; and what `make soak-programs` runs.
 SOAK = {
-    *("architectures", "hf_trainer", "pretrained_memory", "random_kills", "checkpoint_kills", "stalls"),
+    *("architectures", "hf_trainer", "plan", "pretrained_memory", "random_kills", "checkpoint_kills", "stalls"),
     *("fanout", "scale_model", "many_ranks", "fault_matrix", "offload_time", "growth", "expert_parallel"),
     *(
         "sequence_parallel",

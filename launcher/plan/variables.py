@@ -276,7 +276,7 @@ def job_variables(plan: JobPlan) -> dict[str, str]:
 
 
 def ladder_variables(plan: JobPlan, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variable with which a job goes on below the first rung of the ladder; {} above it.
+    """Return the variable with which a job continues below the first rung of the ladder; {} above it.
 
     environ: of this process; what the user's own patch changes stays. Raises: ConfigError for one that is none.
     """
