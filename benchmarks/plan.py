@@ -192,11 +192,8 @@ def main() -> None:
         " 3:",
         table(*titan_table()),
     ]
-    section.write(
-        rounds_text(arguments.rounds, "settings in turns, another order each round"),
-        "\n\n".join(text),
-        arguments.output,
-    )
+    rounds = f"{arguments.rounds} rounds of {STEPS_A_TURN} steps (settings in turns, another order each round)"
+    section.write(rounds, "\n\n".join(text), arguments.output)
 
 
 def error_after_learning(rows: Sequence[Row], seconds: Sequence[float]) -> float:
