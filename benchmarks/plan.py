@@ -25,15 +25,15 @@ from common import Goal, Section, argument_parser, goals_table, median, table
 
 from launcher.cli.commands.plan import PlanOptions, question_of
 from launcher.cli.commands.plan_view import label
+from launcher.cli.model_source import find_model
 from launcher.cli.script_plan import rehearse_rows
 from launcher.config.load import patched
 from launcher.config.schema import Config
-from launcher.planner.architectures import ArchitectureConfig, parameters_of, shape_of
 from launcher.planner.computing import Transformer
 from launcher.planner.estimate import Machines
 from launcher.planner.hardware import gpu_named, hardware_of
 from launcher.planner.memory import Setting, Workload, rank_memory
-from launcher.planner.model import ModelFacts, parse_count, typical_model, typical_shape
+from launcher.planner.model import parse_count, typical_model, typical_shape
 from launcher.planner.plan import Plan, Question, Row, plan
 from launcher.planner.settings import at, in_precision, resolve, setting_of
 from launcher.planner.tuning import Outcome, Trial, learned
@@ -311,9 +311,12 @@ def titan_table() -> tuple[list[str], list[list[str]]]:
 
 def titan_rows(size: str, num_nodes: int, tensor: int, micro_batch: int, global_batch: int) -> list[Row]:
     """Return the rows at stage 3 without and with recomputation."""
-    config = ArchitectureConfig({**_LLAMA, **LLAMAS[size]}, size)
-    shape = shape_of(config)
-    model = ModelFacts(size, "formula", parameters_of(config) or (), shape)
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "config.json")
+        path.write_text(json.dumps({**_LLAMA, **LLAMAS[size]}))
+        model = find_model(str(path), lambda _: None)
+    shape = model.shape
+    assert shape is not None, "the config has it"
     machines = Machines(num_nodes, 8, 96 * 10**9)
     base = resolve(in_precision(Config(), "bf16"), machines.world_size, shape.hidden_size)
     hardware = hardware_of(gpu_named("H100-80GB"), 8)

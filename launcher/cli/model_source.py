@@ -12,8 +12,8 @@ from typing import Any
 
 from launcher.base.errors import UsageError
 from launcher.base.units import counted
-from launcher.planner import architectures, weights
-from launcher.planner.architectures import ArchitectureConfig
+from launcher.planner import weights
+from launcher.planner.architectures import ArchitectureConfig, shape_of
 from launcher.planner.model import ModelFacts, Parameter, TransformerShape, parse_count, typical_model, typical_shape
 from launcher.transport.command import last_json, own_argv
 
@@ -108,27 +108,17 @@ def _from_config(path: Path, waiting: _Waiting) -> ModelFacts:
     if not config.model_type:
         hint = "a Hugging Face config.json names it; an engine config is given with --config"
         raise UsageError("no model_type", where=str(path), hint=hint)
-    notes: tuple[str, ...] = ()
-    if importlib.util.find_spec("transformers") is not None:
-        try:
-            target = str(path.resolve())
-            return _from_child("transformers", target, waiting, name=str(path), source="built by transformers")
-        except UsageError as error:
-            notes = (error.diagnostics[0].message,)
-    params = architectures.parameters_of(config)
-    if params is None:
-        known = ", ".join(architectures.known_types())
-        problem = notes[0] if notes else f"no formula for model_type {config.model_type}"
-        remedy = "give module:function" if notes else "install transformers, or give module:function"
-        hint = f"{remedy}; formulas are here for {known}"
-        raise UsageError(problem, where=str(path), hint=hint)
-    source = f"formula of {config.model_type}"
-    return ModelFacts(str(path), source, params, architectures.shape_of(config), notes)
+    if importlib.util.find_spec("transformers") is None:
+        hint = "pip install transformers, or give module:function, or a count such as 7B"
+        raise UsageError(
+            f"transformers, which builds a {config.model_type}, is not installed", where=str(path), hint=hint
+        )
+    return _from_child("transformers", str(path.resolve()), waiting, name=str(path), source="built by transformers")
 
 
 def _shape(data: Mapping[str, Any], where: str) -> TransformerShape | None:
     try:
-        return architectures.shape_of(ArchitectureConfig(data, where))
+        return shape_of(ArchitectureConfig(data, where))
     except UsageError:  # no transformer, or not by these names: activations are not counted
         return None
 

@@ -6,6 +6,7 @@ global batch is the same in all of them. Bytes are those of `planner.memory`, se
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -298,7 +299,8 @@ def _rows_of_setting(question: Question, setting: Setting, keys: Mapping[str, An
 
 def micro_batches(num_samples: int) -> list[int]:
     """Return sizes of a micro-batch to try: divisors of a rank's samples, at most so many, the smallest first."""
-    divisors = [size for size in range(1, num_samples + 1) if num_samples % size == 0]
+    small = [size for size in range(1, math.isqrt(num_samples) + 1) if num_samples % size == 0]
+    divisors = sorted({*small, *(num_samples // size for size in small)})
     if len(divisors) <= _MAX_MICRO_BATCHES:
         return divisors
     step = (len(divisors) - 1) / (_MAX_MICRO_BATCHES - 1)

@@ -114,7 +114,7 @@ def test_the_options_are_the_frozen_ones() -> None:
 
 @pytest.mark.parametrize(
     "args",
-    [["7B"], ["config.json"], ["."], ["7B", "--config", "ds.json"], ["350M", "--deepspeed-tables"]],
+    [["7B"], ["."], ["7B", "--config", "ds.json"], ["350M", "--deepspeed-tables"]],
     ids=" ".join,
 )
 def test_numbers_and_headers_need_no_torch(tmp_path: Path, args: list[str]) -> None:
@@ -122,7 +122,6 @@ def test_numbers_and_headers_need_no_torch(tmp_path: Path, args: list[str]) -> N
     (tmp_path / "ds.json").write_text('{"train_micro_batch_size_per_gpu": 1}')
     code = (
         "import sys; from launcher.cli.main import main\n"
-        "sys.modules['transformers'] = None\n"  # as if it were not installed: else it builds the model, elsewhere
         "try: main()\n"
         "except SystemExit as end: assert end.code == 0, end.code\n"
         "assert not {'torch', 'numpy', 'launcher.engine'} & set(sys.modules)"
@@ -301,16 +300,21 @@ def test_a_hugging_face_config_and_a_checkpoint(tmp_path: Path, monkeypatch: pyt
     assert "built by transformers" in found["source"]
     assert found["num_params"] == GPT2_COUNT
     assert found["largest_layer_params"] == 50257 * 768
-    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed: formulas are quick
     found = estimated(tmp_path, tmp_path)["model"]  # the weights count, the config gives the shape
     assert (found["num_params"], found["shape"]["num_layers"]) == (768_000, 12)
     (tmp_path / "model.safetensors").unlink()
-    assert estimated(tmp_path, ".")["model"]["num_params"] == GPT2_COUNT
+    with asked_here():
+        assert estimated(tmp_path, ".")["model"]["num_params"] == GPT2_COUNT
     index = {"weight_map": {"x": "model-00001-of-00002.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    found = estimated(tmp_path, ".")["model"]
+    with asked_here():
+        found = estimated(tmp_path, ".")["model"]
     assert found["num_params"] == GPT2_COUNT
     assert "files are missing" in found["notes"][0]
+    monkeypatch.setitem(sys.modules, "transformers", None)  # as if it were not installed
+    (tmp_path / "model.safetensors.index.json").unlink()
+    result = run_here(tmp_path, "estimate", "config.json")
+    assert "transformers, which builds a gpt2, is not installed" in result.err
 
 
 def test_functions_build_on_the_meta_device(models: Path) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -26,6 +25,7 @@ from launcher.planner.ladder import EngineFacts
 from launcher.planner.rehearsal import DeviceWork, RankRehearsal
 from launcher.planner.speed import CollectiveSpeed, RankSpeed, Speed
 from launcher.planner.tuning import ConfigFacts, RankTrial, Trial
+from launcher.probes.model import facts_of
 
 BASH, EXEC, FIRST = "tests/cli/test_completion.py", "tests/hosts/test_exec.py", "test_the_first_command_of_the_readme"
 COMPLETION = f"{BASH}::test_each_shell_gets_a_script"
@@ -271,8 +271,6 @@ def sandbox(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    # Formulas in place of transformers' classes, whose import takes seconds.
-    monkeypatch.setitem(sys.modules, "transformers", None)
     return tmp_path
 
 
@@ -323,6 +321,10 @@ def run(command: str) -> str:
     with contextlib.ExitStack() as stack:
         if name == "probe":
             stack.enter_context(mock.patch.object(probe, "_measure", return_value=SPEED))
+        # In this process, which imports torch and transformers once.
+        stack.enter_context(
+            mock.patch("launcher.cli.model_source._ask", lambda kind, target, *_: facts_of(kind, target))
+        )
         if name == "plan":
             stack.enter_context(mock.patch.object(plan, "_probed", return_value=SPEED))
             stack.enter_context(mock.patch.object(script_plan, "rehearsed", return_value=REHEARSED))

@@ -1,9 +1,10 @@
-"""Parameters from a config alone: published counts, and the models of `transformers` where it is installed."""
+"""What a Hugging Face config says: published counts of its class, and the shape of its blocks."""
 
 from __future__ import annotations
 
 import contextlib
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.base.errors import UsageError
-from launcher.planner.architectures import ArchitectureConfig, known_types, parameters_of, shape_of
+from launcher.planner.architectures import ArchitectureConfig, shape_of
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "num_hidden_layers": 32,
@@ -22,6 +23,10 @@ T0_3B: dict[str, Any] = {
     "model_type": "t5", "architectures": ["T5Model"], "d_model": 2048, "d_kv": 64, "d_ff": 5120, "num_layers": 24,
     "num_decoder_layers": 24, "num_heads": 32, "vocab_size": 32128, "feed_forward_proj": "gated-gelu",
     "tie_word_embeddings": False,
+}  # fmt: skip
+MISTRAL = {
+    "model_type": "mistral", "intermediate_size": 14336, "num_key_value_heads": 8,
+    "architectures": ["MistralForCausalLM"],
 }  # fmt: skip
 MIXTRAL = {
     "model_type": "mixtral", "intermediate_size": 14336, "num_key_value_heads": 8, "num_local_experts": 8,
@@ -40,23 +45,6 @@ GPT2 = {
     "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 768, "n_layer": 12, "n_head": 12,
     "vocab_size": 50257, "n_positions": 1024, "n_inner": None,
 }  # fmt: skip
-SMALL: dict[str, dict[str, Any]] = {  # for the comparison: every option that changes a count
-    "llama": {"num_key_value_heads": 2, "attention_bias": True, "mlp_bias": True, "head_dim": 32},
-    "mistral": {"num_key_value_heads": 2},
-    "mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
-    "qwen2": {"num_key_value_heads": 2, "tie_word_embeddings": True},
-    "qwen3": {"num_key_value_heads": 2, "head_dim": 32},
-    "gemma": {"num_key_value_heads": 1, "head_dim": 16},
-    "gpt2": {},
-    "gpt_neox": {},
-    "opt": {"word_embed_proj_dim": 32, "do_layer_norm_before": False},
-    "bloom": {},
-    "bert": {},
-    "roberta": {},
-    "t5": {"d_kv": 8, "num_decoder_layers": 2},
-    "mt5": {"d_kv": 8, "feed_forward_proj": "gated-gelu"},
-    "umt5": {"d_kv": 8, "feed_forward_proj": "gated-gelu"},
-}
 
 
 def read(config: dict[str, Any]) -> ArchitectureConfig:
@@ -67,7 +55,7 @@ def read(config: dict[str, Any]) -> ArchitectureConfig:
     ("config", "count"),
     [
         (LLAMA, 6_738_415_616),  # Llama 2 7B
-        (LLAMA | {"model_type": "mistral", "intermediate_size": 14336, "num_key_value_heads": 8}, 7_241_732_096),
+        (LLAMA | MISTRAL, 7_241_732_096),
         (LLAMA | MIXTRAL, 46_702_792_704),
         (T0_3B, 2_783_959_040),
         (BERT, 109_482_240),
@@ -76,37 +64,15 @@ def read(config: dict[str, Any]) -> ArchitectureConfig:
     ],
     ids=lambda value: value["model_type"] if isinstance(value, dict) else "",
 )
-def test_published_counts(config: dict[str, Any], count: int) -> None:
-    params = parameters_of(read(config))
-    assert params is not None
-    assert sum(param.numel for param in params) == count
-    assert len({param.name for param in params}) == len(params)
-
-
-def test_every_known_type_is_compared() -> None:
-    assert set(SMALL) == set(known_types())
-
-
-@pytest.mark.parametrize("kind", SMALL)
-def test_counts_are_those_of_transformers(kind: str) -> None:
+def test_published_counts(tmp_path: Path, config: dict[str, Any], count: int) -> None:
+    """The class itself is asked, on the meta device."""
     need_module("transformers")
-    import torch
-    import transformers
+    from launcher.probes.model import facts_of
 
-    sizes = {"vocab_size": 101, "hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    if kind in ("t5", "mt5", "umt5"):
-        sizes = {"vocab_size": 101, "d_model": 64, "num_layers": 3, "num_heads": 4, "d_ff": 96}
-    elif kind in ("gpt2", "bloom"):
-        sizes = {"vocab_size": 101, "hidden_size": 64, "n_layer": 3, "n_head": 4}
-    config = transformers.AutoConfig.for_model(kind, **sizes, **SMALL[kind], pad_token_id=0)
-    head = "MaskedLM" if "bert" in kind else "Seq2SeqLM" if "t5" in kind else "CausalLM"
-    for auto in (transformers.AutoModel, getattr(transformers, f"AutoModelFor{head}")):
-        with torch.device("meta"):
-            model = auto.from_config(config)
-        data = json.loads(config.to_json_string(use_diff=False)) | {"architectures": [type(model).__name__]}
-        params = parameters_of(read(data))
-        assert params is not None
-        assert sum(p.numel for p in params) == sum(p.numel() for p in model.parameters())
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    params = facts_of("transformers", str(tmp_path))["params"]
+    assert sum(numel for _, numel, _ in params) == count
+    assert len({name for name, _, _ in params}) == len(params)
 
 
 def test_the_shape_is_read_under_every_name() -> None:
@@ -132,17 +98,15 @@ def test_the_shape_is_read_under_every_name() -> None:
 )
 def test_a_config_without_its_sizes_is_an_error(change: dict[str, Any], expected: str) -> None:
     with pytest.raises(UsageError, match=expected):
-        parameters_of(read(LLAMA | change))
-    assert parameters_of(read({"model_type": "unheard"})) is None
+        shape_of(read(LLAMA | change))
 
 
 values = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3) | st.lists(st.none(), max_size=2)
 
 
-@pytest.mark.parametrize("kind", SMALL)
+@pytest.mark.parametrize("kind", ["llama", "t5", "bert", "unheard"])
 @given(changes=st.dictionaries(st.sampled_from(sorted({*LLAMA, *T0_3B, *GPT2, "text_config"})), values, max_size=4))
-def test_any_config_is_a_model_or_one_error(kind: str, changes: dict[str, Any]) -> None:
+def test_any_config_is_a_shape_or_one_error(kind: str, changes: dict[str, Any]) -> None:
     config = {**LLAMA, **T0_3B, **GPT2, "num_hidden_layers": 2, "num_layers": 2, "n_layer": 2, **changes}
     with contextlib.suppress(UsageError):
-        assert parameters_of(read(config | {"model_type": kind}))
-        shape_of(read(config))
+        assert shape_of(read(config | {"model_type": kind})).num_layers > 0
