@@ -41,6 +41,7 @@ from launcher.sharding.pipeline import PipelinePlan
 _MAX_MICRO_BATCHES = 12  # sizes of a micro-batch that are tried
 # What of a GPU's memory is not lost between blocks of torch's allocator.
 USABLE_MEMORY = 0.95
+_LARGE_PREFETCH = 500_000_000  # elements: ten times the default
 _SCHEDULES = (("1f1b", 1), ("interleaved_1f1b", 2), ("zero_bubble", 1))
 _REASONS = {
     COMPUTE: "computing",
@@ -131,6 +132,18 @@ class Row:
         keys = self.config()
         zero = {"offload_optimizer": None, "offload_param": None, **keys["zero_optimization"]}
         return {**keys, "zero_optimization": zero, "activation_checkpointing": {"blocks": self.is_checkpointed or None}}
+
+
+def save_of(question: Question) -> tuple[float, float]:
+    """Return the bytes of a checkpoint with its states on each node, and the seconds that its disk writes them for.
+
+    Parameters in their precision, masters and states, of which the ranks write each element once.
+    """
+    machines = question.machines
+    element = Setting(0, zero_policy(question.base, 1), states_of(question.base)).element
+    states = element.master + element.state * states_of(question.base).average(question.model)
+    num_bytes = (element.param * question.model.num_params + states * question.model.num_trainable) / machines.num_nodes
+    return num_bytes, num_bytes / (question.hardware.disk_bytes_per_s * machines.gpus_per_node)
 
 
 @dataclass(frozen=True)
@@ -225,6 +238,7 @@ def _variants(question: Question, setting: Setting) -> list[dict[str, Any]]:
     if setting.stage != 3:
         return variants
     variants.append({"stage3_max_reuse_distance": 0})  # nothing is kept from forward to backward
+    variants.append({"stage3_prefetch_bucket_size": _LARGE_PREFETCH})
     per_node, data = question.machines.gpus_per_node, setting.sizes.data
     is_plain = setting.sizes.is_data_alone and not setting.policy.offload.is_any
     if is_plain and per_node > 1 and data > per_node and data % per_node == 0:

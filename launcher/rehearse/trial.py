@@ -147,9 +147,10 @@ class Follower:
         def prepare_and_bound(settings: Config, group: Any) -> None:
             prepare(settings, group)
             self._device = group.device
-            if self._memory_bytes is not None and group.device.type == "cuda":
-                whole_bytes = torch.cuda.get_device_properties(group.device).total_memory
-                torch.cuda.set_per_process_memory_fraction(min(1.0, self._memory_bytes / whole_bytes), group.device)
+            if self._memory_bytes is not None and group.device.type != "cpu":
+                module = device_module(group.device)
+                whole_bytes = module.get_device_properties(group.device).total_memory
+                module.set_per_process_memory_fraction(min(1.0, self._memory_bytes / whole_bytes), group.device)
 
         return prepare_and_bound
 

@@ -142,7 +142,7 @@ def losses_of(result: Result) -> dict[int, dict[int, float]]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.soak
 def test_a_job_that_runs_out_of_memory_three_times_ends_as_if_it_had_not(tmp_path: Path) -> None:
     script = scripts.write(tmp_path, GROWING)
     arguments = ("--num_gpus", "2", "--grace", "1")

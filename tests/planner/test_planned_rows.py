@@ -18,7 +18,7 @@ from launcher.planner.hardware import gpu_named, gpu_names, hardware_of, scaled
 from launcher.planner.ladder import EngineFacts
 from launcher.planner.memory import Workload
 from launcher.planner.model import ModelFacts, Parameter, TransformerShape, parse_count, typical_model, typical_shape
-from launcher.planner.plan import Question, guide_says, meshes, micro_batches, plan
+from launcher.planner.plan import Question, guide_says, meshes, micro_batches, plan, save_of
 from launcher.planner.rehearsal import DeviceWork, RankRehearsal
 from launcher.planner.settings import in_precision, resolve, setting_of
 
@@ -150,6 +150,13 @@ def test_days_follow_from_the_step() -> None:
     assert found.best is not None
     tokens = 1e12
     assert found.days(tokens) == pytest.approx(tokens / (256 * 4096) * found.best.seconds / 86_400)
+
+
+def test_a_checkpoint_is_written_by_all_nodes() -> None:
+    """14 bytes of each element: bf16, its fp32 master and two states of Adam."""
+    num_bytes, seconds = save_of(question("7B", 2))
+    assert num_bytes == pytest.approx(14 * 7e9 / 2, rel=1e-6)
+    assert seconds == pytest.approx(num_bytes / 6e9, rel=1e-6)
 
 
 # ---- a script ----

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -64,3 +65,28 @@ def _groups() -> None:
 def test_process_groups_without_peers(tmp_path: Path) -> None:
     result = run_ranks(tmp_path, 0, _groups)
     assert result.out == "right\n", result.err
+
+
+class _Counting(torch_tools.DispatchMode):
+    """Counts the floating-point operations of what it sees."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.flops += torch_tools.flops_of(func, args, kwargs or {}, result)
+        return result
+
+
+def test_flops_of_products_and_of_attention_on_a_cpu() -> None:
+    weight = torch.ones(8, 16, requires_grad=True)
+    with _Counting() as mode:
+        (torch.ones(4, 8, requires_grad=True) @ weight).sum().backward()
+    assert mode.flops == 3 * 2 * 4 * 8 * 16
+    query = torch.ones(2, 3, 32, 8, requires_grad=True)
+    with _Counting() as mode:
+        torch.nn.functional.scaled_dot_product_attention(query, query, query).sum().backward()
+    forward = 2 * 2 * 2 * 3 * 32 * 32 * 8  # scores, and what they weigh
+    assert mode.flops == forward + 2.5 * forward  # backward computes the scores once more

@@ -35,7 +35,7 @@ _EPILOG = """\b
 examples:
   launch plan 7B --gpu H100-80GB --num-gpus 8
   launch plan ./llama/config.json --gpu A100-80GB --num-gpus 8 --num-nodes 16 --seq 8192
-  launch plan 70B --gpu H100 --num-gpus 8 --num-nodes 128 --tokens 1T --days 10
+  launch plan 7B --gpu H100 --num-gpus 8 --tokens 100B --days 4
   launch plan 7B --gpu A100-40GB --num-gpus 8 --what-if memory=2 --what-if gpu=H100
   launch plan --hostfile hosts --write ds_config.json train.py --data corpus
 """

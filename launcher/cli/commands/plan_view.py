@@ -15,7 +15,7 @@ from rich.table import Table
 from launcher.base.units import counted, format_bytes, format_count
 from launcher.cli.console.streams import echo_table
 from launcher.plan.engine_config import config_argument
-from launcher.planner.plan import Plan, Row, guide_says
+from launcher.planner.plan import Plan, Row, guide_says, save_of
 
 _Others = Sequence[tuple[str, str, Plan]]
 
@@ -42,6 +42,11 @@ def show(found: Plan, num_rows: int, others: _Others, num_tokens: float | None) 
         click.echo(f"✗ nothing fits: {label(smallest)} is the smallest and {smallest.misfit(machines)}")
     click.echo(f"the guides' decision tree says: {guide_says(question)}")
     _show_quicker_misfit(found)
+    num_bytes, seconds = save_of(question)
+    click.echo(
+        f"a checkpoint: {format_bytes(num_bytes)} on each node, {_seconds(seconds)} of its disk (hidden by asynchronous"
+        " saves)"
+    )
     days = None if num_tokens is None else found.days(num_tokens)
     if days is not None:
         click.echo(f"{format_count(num_tokens or 0)} tokens: {days:,.1f} days here")
@@ -155,6 +160,7 @@ def as_json(found: Plan, others: _Others, num_tokens: float | None) -> dict[str,
         "machines": asdict(question.machines) | {"hardware": question.hardware.name},
         "global_batch": question.global_batch,
         "guide": guide_says(question),
+        "save": dict(zip(("bytes_per_node", "seconds"), save_of(question), strict=True)),
         "days": None if num_tokens is None else found.days(num_tokens),
         "rows": [_row_json(found, row) for row in found.of_each_kind()],
         "not_fitting": len(found.rows) - len(found.fitting),
