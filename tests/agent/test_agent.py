@@ -168,13 +168,14 @@ def test_a_controller_that_reads_slowly_holds_the_ranks_up(agent: Agent, tmp_pat
         import os
         for number in range(40):
             os.write(1, b"x" * 1_000_000)
-            print(number, file=open("written", "w"))
+            print(number, file=open("part", "w"), flush=True)
+            os.replace("part", "written")
         """,
     )
     agent.send(spawn(script))
     assert isinstance(agent.receive(), Started)
     written = tmp_path / "written"
-    wait_until(lambda: written.exists() and bool(written.read_text().strip()), "the first output")
+    wait_until(written.exists, "the first output")
     text = ""
     while text != (text := written.read_text()):
         time.sleep(1.0)

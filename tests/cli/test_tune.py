@@ -71,6 +71,7 @@ def assert_tuned(result: Any, folder: Path) -> None:
     assert written == {**CONFIG, "zero_optimization": OFFLOADED if found["best"] == 0 else {"stage": 1}}
 
 
+@pytest.mark.soak  # the same on two hosts is not
 def test_two_settings_on_this_machine(folder: Path) -> None:
     files = ("--json", "found.json", "--write", "tuned.json")
     env = {"XDG_CACHE_HOME": str(folder / "cache")}
