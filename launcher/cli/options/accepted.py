@@ -35,7 +35,7 @@ _ELSEWHERE = {
     "--elastic-training": "write --nnodes MIN:MAX --max-restarts N",
     "--min-elastic-nodes": "write --nnodes MIN:MAX --max-restarts N",
     "--max-elastic-nodes": "write --nnodes MIN:MAX --max-restarts N",
-    "--autotuning": "leave it out; `launch estimate` says which settings fit into memory",
+    "--autotuning": "leave it out; `launch tune` finds the quickest setting",
     "--num-processes": "accelerate counts the ranks of all machines; write --num-gpus N with those of one",
     "--mixed-precision": "write --env ACCELERATE_MIXED_PRECISION=bf16, which Accelerator() reads",
     "--gpu-ids": "write --include localhost:0,1 with their numbers",
