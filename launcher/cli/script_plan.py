@@ -20,11 +20,9 @@ from launcher.planner.model import ModelFacts, Parameter
 from launcher.planner.plan import Plan, Row, ranked
 from launcher.planner.rehearsal import RankRehearsal, sizes_of
 
-_RECOMPUTING = {"activation_checkpointing": {"blocks": True}}
-
 
 def facts_of_script(command: Sequence[str], machines: Machines) -> tuple[ModelFacts, Script, Config, int]:
-    """Rehearse a script on these ranks as it is, and with its blocks recomputed.
+    """Rehearse a script on these ranks as it is, and with its blocks recomputed or not, the other way.
 
     command: its kind, `script` or `module`, its name and arguments. Returns its parameters, what it computes, its
     config and the samples of a step of all ranks. Raises: UsageError for a script that cannot be rehearsed.
@@ -42,10 +40,11 @@ def facts_of_script(command: Sequence[str], machines: Machines) -> tuple[ModelFa
         mesh = sizes_of(first).equation
         hint = "plan its model to choose a mesh: launch plan config.json"
         raise UsageError(f"the script asks for a mesh of its own: {mesh}", where=name, hint=hint)
-    rehearsals = {False: first}
-    again = rehearsed(command, machines, _RECOMPUTING)
-    if again.error is None:
-        rehearsals[True] = again
+    recomputes = first.engine is not None and first.engine.recomputes
+    rehearsals = {recomputes: first}
+    other = rehearsed(command, machines, {"activation_checkpointing": {"blocks": None if recomputes else True}})
+    if other.error is None and other.engine is not None:  # a script that recomputes by itself does so in both
+        rehearsals.setdefault(other.engine.recomputes, other)
     params = tuple(Parameter(*param) for param in first.params)
     model = ModelFacts(os.path.basename(name), "rehearsed", params)
     batch = first.micro_batch * first.num_micro_batches * machines.world_size

@@ -130,5 +130,5 @@ def _leave(facts: EngineFacts) -> None:
     _left.facts = facts
     path = os.environ.get(env.ENGINE_FILE.name)
     if path is not None:
-        with contextlib.suppress(OSError):  # without it there is no ladder; the training does not depend on it
+        with contextlib.suppress(OSError):  # the launcher can suggest no setting then; training does not depend on it
             write_private(path, json.dumps(dataclasses.asdict(facts)).encode())

@@ -90,8 +90,8 @@ class Hardware:
     to_device_bytes_per_s: float | None  # None: the device is the host
     disk_bytes_per_s: float
     hop_s: tuple[float, float] = (HOP_WITHIN_NODE_S, HOP_BETWEEN_NODES_S)
-    fits: Mapping[tuple[str, str], tuple[Fit, int]] = field(default_factory=dict)  # by kind and group, with its ranks
-    memory_bytes: int | None = None  # of a rank's device
+    # What was measured of a collective, by its kind and whether it is between nodes, with the ranks it was measured on.
+    fits: Mapping[tuple[str, bool], tuple[Fit, int]] = field(default_factory=dict)
     learnt: Factors | None = None  # what `launch tune` has made of the parts of a step
 
     @property
@@ -108,7 +108,7 @@ class Hardware:
             return 0.0
         on_link = num_bytes * (num_ranks - 1) / num_ranks * (2 if kind == "all_reduce" else 1)
         num_nodes = math.ceil(num_ranks / ranks_per_node)
-        fit = self._fit(kind, num_nodes)
+        fit = self._fit(kind, is_between_nodes=num_nodes > 1)
         if fit is not None:
             line, num_measured = fit
             return line.latency_s * math.log2(2 * num_ranks) / math.log2(2 * num_measured) + on_link / line.bytes_per_s
@@ -125,18 +125,15 @@ class Hardware:
 
     def transfer_s(self, num_bytes: float, *, is_between_nodes: bool) -> float:
         """Return the seconds of a transfer to one other rank."""
-        fit = self._fit("all_gather", 2 if is_between_nodes else 1)
+        fit = self._fit("all_gather", is_between_nodes=is_between_nodes)
         if fit is not None:
             return fit[0].latency_s + num_bytes / fit[0].bytes_per_s
         rate = self.network_bytes_per_s if is_between_nodes else self.link_bytes_per_s
         return self.hop_s[is_between_nodes] + num_bytes / rate
 
-    def _fit(self, kind: str, num_nodes: int) -> tuple[Fit, int] | None:
-        if not self.fits:
-            return None
-        groups = ("between nodes", "all ranks") if num_nodes > 1 else ("within a node", "all ranks")
-        kinds = (kind, "all_gather")  # one that was not measured is like a gather
-        return next((self.fits[k, g] for k in kinds for g in groups if (k, g) in self.fits), None)
+    def _fit(self, kind: str, *, is_between_nodes: bool) -> tuple[Fit, int] | None:
+        """Return what was measured of a collective; one that was not is like an all-gather."""
+        return self.fits.get((kind, is_between_nodes)) or self.fits.get(("all_gather", is_between_nodes))
 
 
 def hardware_of(gpu: Gpu, gpus_per_node: int, network_bytes_per_s: float = NETWORK_BYTES_PER_S) -> Hardware:
@@ -154,12 +151,14 @@ def hardware_of(gpu: Gpu, gpus_per_node: int, network_bytes_per_s: float = NETWO
         host_memory_bytes_per_s=HOST_MEMORY_BYTES_PER_S * MEMORY_SHARE / gpus_per_node,
         to_device_bytes_per_s=gpu.host_gb_per_s * GB * LINK_SHARE,
         disk_bytes_per_s=DISK_BYTES_PER_S / gpus_per_node,
-        memory_bytes=gpu.memory_gb * GB,
     )
 
 
-def probed_hardware(speed: Speed, gpus_per_node: int) -> Hardware:
-    """Return what ranks get of machines that were measured. The slowest rank counts: the others wait for it."""
+def probed_hardware(speed: Speed, gpus_per_node: int, network_bytes_per_s: float = NETWORK_BYTES_PER_S) -> Hardware:
+    """Return what ranks get of machines that were measured. The slowest rank counts: the others wait for it.
+
+    network_bytes_per_s: between nodes, where one node alone was measured.
+    """
     ranks = speed.ranks
     is_cpu = all(each.device == "cpu" for each in ranks)
     flops = {
@@ -168,19 +167,25 @@ def probed_hardware(speed: Speed, gpus_per_node: int) -> Hardware:
         if any(kind in each.matmul_flops for each in ranks)
     }
     memory = min(each.memory_bytes_per_s for each in ranks)
+    num_nodes = len({each.node for each in ranks})
     num_ranks = {(one.kind, one.group): one.num_ranks for one in speed.collectives}
-    fits = {key: (fit, num_ranks[key]) for key, fit in fits_of(speed.collectives).items()}
+    fits: dict[tuple[str, bool], tuple[Fit, int]] = {}
+    # Of all ranks first: a group within a node, or between nodes, says the same more exactly.
+    for (kind, group), fit in sorted(fits_of(speed.collectives).items(), key=lambda item: item[0][1] != "all ranks"):
+        fits[kind, num_nodes > 1 and group != "within a node"] = (fit, num_ranks[kind, group])
     disks = [min(r, w) for each in ranks if (r := each.disk_read_bytes_per_s) and (w := each.disk_write_bytes_per_s)]
     to_device = [each.to_device_bytes_per_s for each in ranks if each.to_device_bytes_per_s]
-    rates = [fit.bytes_per_s for fit, _ in fits.values()]
-    slowest = statistics.median(rates) if rates else memory
+    within, between = (
+        [fit.bytes_per_s for (_, is_between), (fit, _) in fits.items() if is_between is wanted]
+        for wanted in (False, True)
+    )
     return Hardware(
         name=f"{len(ranks)} × {ranks[0].device}, measured {speed.measured} UTC",
         matmul_flops=flops,
         memory_bytes_per_s=memory,
         kernel_s=max(each.kernel_s for each in ranks) or KERNEL_S,
-        link_bytes_per_s=slowest,
-        network_bytes_per_s=slowest,
+        link_bytes_per_s=statistics.median(within) if within else memory,
+        network_bytes_per_s=statistics.median(between) if between else network_bytes_per_s * LINK_SHARE,
         host_memory_bytes_per_s=memory if is_cpu else HOST_MEMORY_BYTES_PER_S * MEMORY_SHARE / gpus_per_node,
         to_device_bytes_per_s=None if is_cpu or not to_device else min(to_device),
         disk_bytes_per_s=(min(disks) if disks else DISK_BYTES_PER_S) / gpus_per_node,
@@ -188,18 +193,15 @@ def probed_hardware(speed: Speed, gpus_per_node: int) -> Hardware:
     )
 
 
-def scaled(hardware: Hardware, **times: float) -> Hardware:
-    """Return hardware with figures multiplied: `memory`, `matmul`, `link`, `network` or `disk`. Raises: UsageError."""
-    changed = hardware
-    for name, factor in times.items():
-        if name == "memory":
-            size = None if changed.memory_bytes is None else int(changed.memory_bytes * factor)
-            changed = replace(changed, memory_bytes=size)
-        elif name == "matmul":
-            changed = replace(changed, matmul_flops={key: each * factor for key, each in changed.matmul_flops.items()})
-        elif name in ("link", "network", "disk"):
-            key = f"{name}_bytes_per_s"
-            changed = replace(changed, **{key: getattr(changed, key) * factor})
-        else:
-            raise UsageError(f"{name} is no figure of a machine", hint="memory, matmul, link, network or disk")
-    return changed
+def scaled(hardware: Hardware, figure: str, factor: float) -> Hardware:
+    """Return hardware with `matmul`, `link`, `network` or `disk` so many times as quick. Raises: UsageError."""
+    if figure == "matmul":
+        return replace(hardware, matmul_flops={key: each * factor for key, each in hardware.matmul_flops.items()})
+    if figure not in ("link", "network", "disk"):
+        raise UsageError(f"{figure} is no figure of a machine", hint="matmul, link, network or disk")
+    name = f"{figure}_bytes_per_s"
+    fits = {
+        key: (replace(fit, bytes_per_s=fit.bytes_per_s * factor) if figure == ("link", "network")[key[1]] else fit, num)
+        for key, (fit, num) in hardware.fits.items()
+    }
+    return replace(hardware, fits=fits, **{name: getattr(hardware, name) * factor})

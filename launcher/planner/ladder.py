@@ -117,7 +117,7 @@ class EngineFacts:
 
     @classmethod
     def from_json(cls, data: Mapping[str, Any] | None) -> EngineFacts | None:
-        """Return what a rank has left, None for what no engine wrote: the file's path stands in its environment."""
+        """Return what a rank has written, None for what no engine wrote: any script can write to the file."""
         if data is None:
             return None
         values = {field.name: data.get(field.name, field.default) for field in dataclasses.fields(cls)}

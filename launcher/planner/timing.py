@@ -17,10 +17,9 @@ from dataclasses import dataclass, field, replace
 from launcher.config.policies import Place
 from launcher.planner.computing import Computation, Groups, RankModel
 from launcher.planner.hardware import Hardware
-from launcher.planner.memory import Setting
+from launcher.planner.memory import REDUCING_UNITS, Setting
 from launcher.planner.rehearsal import DeviceWork
 
-_MAX_IN_FLIGHT = 2  # reductions of a backward pass, see zero.reducer
 PARTS = COMPUTE, KERNELS, GATHER, REDUCE, MODEL, BUBBLE, TRANSFER, UPDATE = (
     "compute", "kernels", "gather", "reduce", "model parallel", "bubble", "transfer", "update",
 )  # fmt: skip
@@ -81,7 +80,8 @@ def step_time(
     busy_s = [(each + kernels_s * each / (sum(computes) or 1.0)) for each in computes]
     for is_first, reduces, count in _kinds(setting, num_micro_batches):
         units = _units(rank, setting, hardware, groups, busy_s, num_micro_batches, is_first=is_first, reduces=reduces)
-        gather_s, reduce_s = (_added if hardware.is_cpu else _waited)(units, setting)
+        takes_turns = hardware.is_cpu or not setting.policy.overlap_comm
+        gather_s, reduce_s = _added(units) if takes_turns else _waited(units, setting)
         parts[GATHER] += count * gather_s
         parts[REDUCE] += count * reduce_s
     own = setting.policy.mesh.shard_ranks(setting.sizes.num_replicas) if setting.stage >= 1 else 1
@@ -137,7 +137,7 @@ def _units(
             from_host_s = _from_host_s(setting, hardware, element.param * numel / groups.shard[0])
             gather_s = from_host_s + hardware.collective_s("all_gather", element.gathered * numel, *groups.shard)
             regather_s = from_host_s + hardware.collective_s("all_gather", element.gathered * numel, *groups.second)
-        elif stage >= 1 and is_first and setting.policy.overlap_comm:  # what the step before has updated
+        elif stage >= 1 and is_first:  # what the step before has updated
             gather_s = hardware.collective_s("all_gather", element.param * numel, *groups.shard)
         if reduces:
             reduce_s = hardware.collective_s(kind, sent * numel, *groups.shard)
@@ -165,15 +165,13 @@ def _kept_from(numels: Sequence[int], setting: Setting) -> int:
     return 0
 
 
-def _added(units: Sequence[_Unit], setting: Setting) -> tuple[float, float]:
+def _added(units: Sequence[_Unit]) -> tuple[float, float]:
     """Return the seconds of gathers and reductions that take turns with computing."""
     return sum(each.gather_s + each.regather_s for each in units), sum(each.reduce_s for each in units)
 
 
 def _waited(units: Sequence[_Unit], setting: Setting) -> tuple[float, float]:
     """Return for how long computing waits for gathers, and for reductions, that run beside it in one order."""
-    if not setting.policy.overlap_comm:
-        return _added(units, setting)
     ahead = len(units)  # how many units are fetched before they are used
     if setting.stage == 3:
         prefetch_numel = setting.policy.parameters.prefetch_numel
@@ -199,9 +197,9 @@ def _waited(units: Sequence[_Unit], setting: Setting) -> tuple[float, float]:
             link_s = max(link_s, may_begin(index)) + unit.regather_s
             gather_wait_s += max(0.0, link_s - compute_s)
             compute_s = max(compute_s, link_s)
-        if len(reduced) >= _MAX_IN_FLIGHT:
-            reduce_wait_s += max(0.0, reduced[-_MAX_IN_FLIGHT] - compute_s)
-            compute_s = max(compute_s, reduced[-_MAX_IN_FLIGHT])
+        if len(reduced) >= REDUCING_UNITS:
+            reduce_wait_s += max(0.0, reduced[-REDUCING_UNITS] - compute_s)
+            compute_s = max(compute_s, reduced[-REDUCING_UNITS])
         begun.append(compute_s)
         compute_s += unit.backward_s
         if unit.reduce_s:

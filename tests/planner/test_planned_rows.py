@@ -203,10 +203,10 @@ def test_a_gpu_that_is_not_known() -> None:
 
 def test_figures_are_scaled() -> None:
     own = hardware_of(gpu_named("H100"), 8)
-    assert scaled(own, network=2).network_bytes_per_s == 2 * own.network_bytes_per_s
-    assert scaled(own, matmul=0.5).matmul_flops == {key: each / 2 for key, each in own.matmul_flops.items()}
+    assert scaled(own, "network", 2).network_bytes_per_s == 2 * own.network_bytes_per_s
+    assert scaled(own, "matmul", 0.5).matmul_flops == {key: each / 2 for key, each in own.matmul_flops.items()}
     with pytest.raises(UsageError, match="no figure"):
-        scaled(own, colour=2)
+        scaled(own, "colour", 2)
 
 
 @pytest.mark.parametrize(

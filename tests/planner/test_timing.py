@@ -11,7 +11,7 @@ from launcher.config.policies import DType
 from launcher.parallel.pipeline.runtime import Kind, training_actions
 from launcher.planner.computing import Computation, Exchange, Groups, RankModel, Transformer
 from launcher.planner.estimate import RankPart, Share
-from launcher.planner.hardware import Hardware, gpu_named, hardware_of, probed_hardware
+from launcher.planner.hardware import Hardware, gpu_named, hardware_of, probed_hardware, scaled
 from launcher.planner.memory import Setting, Workload
 from launcher.planner.model import ModelFacts, Parameter, TransformerShape
 from launcher.planner.rehearsal import DeviceWork
@@ -88,6 +88,11 @@ def test_a_gpu_hides_collectives_behind_computing() -> None:
     assert hidden.parts[REDUCE] + hidden.parts[GATHER] < 0.001
     assert slow.seconds > 3.5
     assert hidden.seconds < in_turns.seconds < slow.seconds
+
+
+def test_without_overlap_the_gather_after_the_update_is_waited_for() -> None:
+    one_s = 7 / 8 * 2 * 8 * NUMEL / GPU.link_bytes_per_s
+    assert timed(setting(1, overlap_comm=False)).parts[GATHER] == pytest.approx(one_s)
 
 
 def test_more_is_fetched_ahead_where_the_policy_says_so() -> None:
@@ -221,3 +226,22 @@ def test_machines_that_were_measured() -> None:
     assert found.memory_bytes_per_s == 5e9
     assert found.collective_s("all_gather", 2e6, 2, 2) == pytest.approx(1e-3 + 1e-3, rel=1e-3)
     assert found.collective_s("reduce_scatter", 2e6, 2, 2) == found.collective_s("all_gather", 2e6, 2, 2)
+    assert scaled(found, "link", 2).collective_s("all_gather", 2e9, 2, 2) == pytest.approx(0.5, rel=0.01)
+    assert scaled(found, "network", 2).collective_s("all_gather", 2e9, 2, 2) == pytest.approx(1.0, rel=0.01)
+    # Between nodes nothing was measured: there it is the network that is given.
+    slow = probed_hardware(Speed("2026-01-01 00:00:00", "gloo", ranks, times), 2, 1e9)
+    assert slow.collective_s("all_gather", 2e9, 2, 1) == pytest.approx(1 / 0.75, rel=0.01)
+
+
+def test_links_of_several_nodes_that_were_measured() -> None:
+    ranks = [RankSpeed(rank, rank // 2, "ab"[rank // 2], "cpu", {"fp32": 2e9}, 5e9) for rank in range(4)]
+    rates = {"all ranks": (4, 2e9), "within a node": (2, 8e9), "between nodes": (2, 1e9)}
+    times = [
+        CollectiveSpeed("all_gather", group, num_ranks, size, size * (num_ranks - 1) / num_ranks / rate)
+        for group, (num_ranks, rate) in rates.items()
+        for size in (2**20, 2**26)
+    ]
+    found = probed_hardware(Speed("2026-01-01 00:00:00", "gloo", ranks, times), 2)
+    assert found.collective_s("all_gather", 2e9, 2, 2) == pytest.approx(1 / 8, rel=0.01)
+    assert found.collective_s("all_gather", 2e9, 2, 1) == pytest.approx(1.0, rel=0.01)
+    assert scaled(found, "network", 4).collective_s("all_gather", 2e9, 2, 1) == pytest.approx(1 / 4, rel=0.01)

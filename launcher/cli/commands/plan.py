@@ -209,7 +209,7 @@ def plan(**values: Any) -> None:
     found = compute(question)
     if options.is_script:
         found = rehearse_rows(found, options.command, found.of_each_kind()[: options.rows] or found.rows[:1])
-    changes = [(name, text, _changed(options, question, name, text)) for name, text in options.what_if]
+    changes = [(name, text, _changed(question, name, text)) for name, text in options.what_if]
     others = [(name, text, compute(changed)) for name, text, changed in changes]
     chosen = _chosen(found, options.row)
     if options.write is not None and chosen is not None:
@@ -286,21 +286,22 @@ def _default_batch(world_size: int) -> int:
 
 def _machines(options: PlanOptions) -> tuple[Machines, Hardware]:
     from launcher.planner.estimate import Machines
-    from launcher.planner.hardware import gpu_named, hardware_of, probed_hardware
+    from launcher.planner.hardware import GB, NETWORK_BYTES_PER_S, gpu_named, hardware_of, probed_hardware
     from launcher.planner.tuning import kept_factors
 
+    network = NETWORK_BYTES_PER_S if options.network is None else options.network * GB
     if options.gpu is not None:
         gpu, per_node = gpu_named(options.gpu), options.num_gpus or 8
-        hardware = hardware_of(gpu, per_node, *([] if options.network is None else [options.network * 1e9]))
+        hardware = hardware_of(gpu, per_node, network)
         memory = options.gpu_memory or gpu.memory_gb * 10**9
         return Machines(options.num_nodes or 1, per_node, memory, options.cpu_memory), hardware
     speed = _probed(options)
     learnt = kept_factors(speed.key)
     nodes = len({each.node for each in speed.ranks})
     per_node = options.num_gpus or len(speed.ranks) // nodes
-    hardware = replace(probed_hardware(speed, per_node), learnt=learnt)
-    if options.network is not None:
-        hardware = replace(hardware, network_bytes_per_s=options.network * 1e9)
+    if options.network is not None and nodes > 1:
+        raise UsageError("--network is known: the probe has measured it", hint="leave it out, or --what-if network=2")
+    hardware = replace(probed_hardware(speed, per_node, network), learnt=learnt)
     context_bytes = 0 if hardware.is_cpu else Machines().context_bytes
     machines = Machines(options.num_nodes or nodes, per_node, options.gpu_memory, options.cpu_memory, context_bytes)
     return machines, hardware
@@ -378,8 +379,9 @@ def _with_nvme(base: Config, folder: str) -> Config:
 # ---- what would be if ----
 
 
-def _changed(options: PlanOptions, question: Question, name: str, text: str) -> Question:
+def _changed(question: Question, name: str, text: str) -> Question:
     """Return the question with one thing changed. Raises: UsageError."""
+    from launcher.planner.computing import Transformer
     from launcher.planner.hardware import gpu_named, hardware_of, scaled
 
     machines = question.machines
@@ -397,11 +399,11 @@ def _changed(options: PlanOptions, question: Question, name: str, text: str) -> 
     if name == "batch":
         return replace(question, global_batch=int(factor))
     if name == "seq":
-        if question.computes.shape is None:
+        if not isinstance(question.computes, Transformer):
             raise UsageError("--what-if seq: the script decides about its sequences", hint="plan its MODEL")
         samples = replace(question.computes.samples, length=int(factor))
-        return replace(question, computes=replace(question.computes, samples=samples))  # type: ignore[type-var]
-    return replace(question, hardware=scaled(question.hardware, **{name: factor}))
+        return replace(question, computes=replace(question.computes, samples=samples))
+    return replace(question, hardware=scaled(question.hardware, name, factor))
 
 
 def _positive(name: str, text: str) -> float:

@@ -236,7 +236,7 @@ def _predicted_s(time: StepTime, learnt: Factors | None) -> float:
 
 
 def candidates(facts: ConfigFacts, num_wanted: int, *, fits: bool) -> list[Trial]:
-    """Return rungs of the ladder to try beside the script's own setting, where there is no plan.
+    """Return settings of the ladder to try beside the script's own, where the machines were not probed.
 
     fits: the script's own does; else only what needs less memory is worth a trial.
     """
