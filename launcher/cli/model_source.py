@@ -48,6 +48,22 @@ def find_model(
     raise UsageError(f"there is no model {_shown(text)}", hint=_hint_for(text))
 
 
+def given_shape(
+    layers: int | None, hidden: int | None, heads: int | None, vocab: int | None
+) -> TransformerShape | None:
+    """Return the shape that --layers, --hidden, --heads and --vocab say, None without them. Raises: UsageError."""
+    if layers is None or hidden is None or heads is None:
+        if layers or hidden or heads:
+            raise UsageError("--layers, --hidden and --heads go together", hint="give all three")
+        if vocab is not None:
+            raise UsageError("--vocab goes with --layers, --hidden and --heads", hint="give all four")
+        return None
+    if hidden % heads:
+        message = f"--hidden {hidden} is not divisible by --heads {heads}"
+        raise UsageError(message, hint="heads share the hidden size equally")
+    return TransformerShape(layers, hidden, heads, vocab_size=vocab or 0)
+
+
 def _from_path(path: Path, waiting: _Waiting) -> ModelFacts:
     if path.is_dir():
         return _from_folder(path, waiting)

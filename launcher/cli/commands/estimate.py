@@ -77,14 +77,7 @@ class EstimateOptions:
     as_json: bool
 
     def __post_init__(self) -> None:
-        given = [self.layers, self.hidden, self.heads]
-        if any(given) and not all(given):
-            raise UsageError("--layers, --hidden and --heads go together", hint="give all three")
-        if self.vocab is not None and not all(given):
-            raise UsageError("--vocab goes with --layers, --hidden and --heads", hint="give all four")
-        if self.hidden and self.heads and self.hidden % self.heads:
-            message = f"--hidden {self.hidden} is not divisible by --heads {self.heads}"
-            raise UsageError(message, hint="heads share the hidden size equally")
+        _ = self.shape  # raises for options that do not go together
         fixed_by_config = {
             "--stage": self.stage, "--offload-optimizer": self.offload_optimizer, "--offload-param": self.offload_param,
             "--16bit-master": self.has_16bit_master or None, "--16bit-states": self.has_16bit_states or None,
@@ -117,11 +110,9 @@ class EstimateOptions:
     @property
     def shape(self) -> TransformerShape | None:
         """The shape that the options give."""
-        from launcher.planner.model import TransformerShape
+        from launcher.cli.model_source import given_shape
 
-        if self.layers is None or self.hidden is None or self.heads is None:
-            return None
-        return TransformerShape(self.layers, self.hidden, self.heads, vocab_size=self.vocab or 0)
+        return given_shape(self.layers, self.hidden, self.heads, self.vocab)
 
     @property
     def machines(self) -> Machines:

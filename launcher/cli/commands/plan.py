@@ -103,12 +103,17 @@ class PlanOptions:
             raise UsageError(
                 "--hostfile says which machines there are", hint="leave --gpu, --num-gpus, --num-nodes out"
             )
-        shape = [self.layers, self.hidden, self.heads]
-        if any(shape) and not all(shape):
-            raise UsageError("--layers, --hidden and --heads go together", hint="give all three")
-        if self.is_script and (self.config is not None or any(shape) or self.axes):
+        has_shape = self.shape is not None
+        if self.is_script and (self.config is not None or has_shape or self.axes):
             hint = "a script says its own model and config; a mesh is chosen for a MODEL"
             raise UsageError("--config, --axes, --layers, --hidden and --heads are for a MODEL", hint=hint)
+
+    @property
+    def shape(self) -> TransformerShape | None:
+        """The shape that the options give."""
+        from launcher.cli.model_source import given_shape
+
+        return given_shape(self.layers, self.hidden, self.heads, self.vocab)
 
     @property
     def is_script(self) -> bool:
@@ -338,7 +343,7 @@ def _of_model(options: PlanOptions, machines: Machines) -> tuple[ModelFacts, Tra
     from launcher.planner.memory import Workload
     from launcher.planner.settings import DEFAULT_PRECISION, in_precision, resolve
 
-    shape = _shape(options)
+    shape = options.shape
     model = find_model(options.model, streams.say_waiting, shape=shape)
     shape = shape or model.shape
     if shape is None:
@@ -358,14 +363,6 @@ def _of_model(options: PlanOptions, machines: Machines) -> tuple[ModelFacts, Tra
     length = options.seq or min(_DEFAULT_LENGTH, shape.max_length or _DEFAULT_LENGTH)
     work = Workload(1, length, is_eager=options.attention == "eager", has_dropout=options.dropout)
     return model, Transformer(shape, work), base, batch
-
-
-def _shape(options: PlanOptions) -> TransformerShape | None:
-    from launcher.planner.model import TransformerShape
-
-    if options.layers is None or options.hidden is None or options.heads is None:
-        return None
-    return TransformerShape(options.layers, options.hidden, options.heads, vocab_size=options.vocab or 0)
 
 
 def _with_nvme(base: Config, folder: str) -> Config:

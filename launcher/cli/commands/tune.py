@@ -193,17 +193,19 @@ def planned(
     batch = facts.micro_batch * facts.accumulation * facts.data_ranks
     found = plan(Question(model, computes, machines, hardware, base, batch, frozenset()))
     learnt = kept_factors(machines_key)
+    recomputes = computes.choices[0]  # the script as it is
     own, others, kinds = None, [], set()
     for row in sorted(found.rows, key=lambda one: (one.misfit(machines) is not None, _predicted_s(one.time, learnt))):
         offload = row.setting.policy.offload
         kind = (row.setting.stage, offload.optimizer.value, offload.params.value, row.is_checkpointed)
         is_own_size = row.micro_batch == facts.micro_batch
-        is_own = (*kind, dict(row.patch)) == (facts.stage, facts.optimizer, facts.param, False, {}) and is_own_size
+        is_own = (*kind, dict(row.patch)) == (facts.stage, facts.optimizer, facts.param, recomputes, {}) and is_own_size
         name = label(row) + (", recomputed" if row.is_checkpointed else "")
         if not is_own_size:
             name += f", micro-batch {row.micro_batch}"
+        patch = {} if is_own else _difference(row, facts, recomputes=recomputes)
         trial = Trial(
-            _OWN if is_own else name, {} if is_own else _difference(row, facts), row.micro_batch, row.num_micro_batches,
+            _OWN if is_own else name, patch, row.micro_batch, row.num_micro_batches,
             row.memory.device, _predicted_s(row.time, learnt), dict(row.time.parts),
         )  # fmt: skip
         if is_own:
@@ -214,8 +216,11 @@ def planned(
     return own, others[: options.candidates]
 
 
-def _difference(row: Row, facts: ConfigFacts) -> dict[str, Any]:
-    """Return what a script's config is to change for a row: batches and offload only where they differ."""
+def _difference(row: Row, facts: ConfigFacts, *, recomputes: bool) -> dict[str, Any]:
+    """Return what a script's config is to change for a row: batches and offload only where they differ.
+
+    recomputes: the script as it is.
+    """
     from launcher.config.equations import BATCH_KEYS
 
     patch = row.as_patch()
@@ -224,7 +229,7 @@ def _difference(row: Row, facts: ConfigFacts) -> dict[str, Any]:
         if place != "none" and name not in zero:
             zero[name] = None
     keys = {"zero_optimization": zero}
-    if row.is_checkpointed:
+    if row.is_checkpointed != recomputes:
         keys["activation_checkpointing"] = patch["activation_checkpointing"]
     if row.micro_batch != facts.micro_batch:
         keys |= {name: patch[name] for name in BATCH_KEYS[1:]}
