@@ -5,11 +5,10 @@ A trial is a job of its own: the user's script under a patch of its config, for 
 
 from __future__ import annotations
 
-import bisect
 import json
 import math
 import statistics
-from collections.abc import Generator, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -153,33 +152,8 @@ def with_micro_batch(micro_batch: int, facts: ConfigFacts) -> tuple[dict[str, An
 
 
 def most_trials(num_allowed: int) -> int:
-    """Return the most values that `largest_fitting` asks about: each answer halves what is left, none fits included."""
+    """Return the most trials that halving takes, until the largest of so many values that fits is known, or none is."""
     return math.ceil(math.log2(num_allowed + 1))
-
-
-def largest_fitting(allowed: Sequence[int], predicted: int | None = None) -> Generator[int, bool, int | None]:
-    """Yield the values to try and return the largest that fits, None where none does. It is sent whether one fits.
-
-    allowed: the smallest first; what is smaller than one that fits must fit. predicted: what is expected to be the
-    largest: values are tried from there on, as far as `most_trials` holds in the worst case too.
-    """
-    first, end = 0, len(allowed)  # all before `first` fit, none from `end` on does
-    num_left = most_trials(len(allowed))
-    while first < end:
-        # With t trials left at most 2^t - 1 values may be undecided. Whatever the answer to this one is, the rest must
-        # be within that of the trials after it, or else an unlucky guess would cost a trial more than halving does.
-        num_left -= 1
-        room = 2**num_left
-        lowest, highest = max(first, end - room), min(end - 1, first + room - 1)
-        wanted = (first + end - 1) // 2
-        if predicted is not None:
-            wanted = bisect.bisect_left(allowed, predicted)
-        place = min(max(wanted, lowest), highest)
-        if (yield allowed[place]):
-            first = place + 1
-        else:
-            end = place
-    return allowed[first - 1] if first else None
 
 
 def is_followed(one: RankTrial, other: RankTrial) -> bool | None:

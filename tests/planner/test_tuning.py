@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import json
 import math
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -20,7 +20,6 @@ from launcher.planner.tuning import (
     Trial,
     best,
     is_followed,
-    largest_fitting,
     learned,
     micro_batches,
     most_trials,
@@ -38,40 +37,13 @@ RANK = RankTrial(0, 0, "node-a", "cpu", FACTS, [0.2, 0.1, 0.3], 100, has_loader=
 # ---- the largest micro-batch ----
 
 
-def searched(allowed: Sequence[int], largest: int, predicted: int | None) -> tuple[int | None, list[int]]:
-    """Return what the search finds where all up to `largest` fit, and what it has tried."""
-    search, tried = largest_fitting(allowed, predicted), []
-    try:
-        size = next(search)
-        while True:
-            tried.append(size)
-            size = search.send(size <= largest)
-    except StopIteration as end:
-        return end.value, tried
-
-
-def assert_found(allowed: Sequence[int], largest: int, predicted: int | None) -> None:
-    found, tried = searched(allowed, largest, predicted)
-    assert found == max((size for size in allowed if size <= largest), default=None)
-    assert len(tried) == len(set(tried)) <= math.ceil(math.log2(len(allowed) + 1))
-
-
-@pytest.mark.parametrize("count", range(34))
-def test_every_threshold_of_every_range_with_every_prediction(count: int) -> None:
-    for largest in range(count + 1):
-        for predicted in (None, *range(count + 2)):
-            assert_found(range(1, count + 1), largest, predicted)
-
-
-@given(st.sets(st.integers(1, 10**6), max_size=200), st.integers(0, 10**6), st.none() | st.integers(0, 10**6))
-def test_any_list(sizes: set[int], largest: int, predicted: int | None) -> None:
-    assert_found(sorted(sizes), largest, predicted)
-
-
-def test_a_prediction_that_is_nearly_right_saves_trials_where_there_is_room() -> None:
-    assert searched(range(1, 601), 100, 101) == (100, [101, 100])
-    assert searched(range(1, 41), 20, 20) == (20, [20, 25, 21])
-    assert len(searched(range(1, 41), 20, None)[1]) == most_trials(40) - 1 == 5
+@given(st.integers(0, 5000))
+def test_halving_takes_no_more_trials_than_is_said(count: int) -> None:
+    for largest in {0, 1, count // 3, count // 2, count - 1, count}:
+        tried: list[int] = []
+        place = bisect.bisect_left(range(count), True, key=lambda size: bool(tried.append(size)) or size >= largest)
+        assert place == min(max(largest, 0), count)
+        assert len(tried) <= most_trials(count) == math.ceil(math.log2(count + 1))
 
 
 @given(st.integers(1, 3000), st.integers(1, 200))

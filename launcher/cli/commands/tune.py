@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import json
@@ -37,7 +38,6 @@ from launcher.planner.tuning import (
     Trial,
     best,
     is_followed,
-    largest_fitting,
     learned,
     micro_batches,
     most_trials,
@@ -279,6 +279,10 @@ def _patch_of(rung: Standing, facts: ConfigFacts) -> dict[str, Any]:
     return keys
 
 
+class _NotFollowedError(Exception):
+    """The script does not make its batches as large as its config says."""
+
+
 @dataclass
 class Session:
     """The trials of one command, in their order, and what is known from them."""
@@ -360,28 +364,22 @@ class Session:
         """Find the largest micro-batch that fits at a setting, unless the script has no use for the config's."""
         samples = facts.micro_batch * facts.accumulation if facts.keeps_batch else None
         allowed = micro_batches(self.options.most, samples)
-        fits = base.step_s is not None
-        in_force = facts.micro_batch if fits else None
-        undecided = [size for size in allowed if size != facts.micro_batch and (size > facts.micro_batch) == fits]
+        fits, now = base.step_s is not None, base.trial.micro_batch
+        undecided = [size for size in allowed if size != now and (size > now) == fits]
         num = len(undecided)
         choice = f"{num} to choose from, at most {counted(most_trials(num), 'trial')}" if num else "none to choose from"
         kept = f"; train_batch_size stays {samples * facts.data_ranks}" if samples else ""
-        streams.say(
-            f"micro-batches {'above' if fits else 'below'} {facts.micro_batch} at {base.trial.label}: {choice}{kept}"
-        )
-        if not undecided:
-            self.largest = in_force
-            return
-        search = largest_fitting(undecided)
-        size = next(search)
+        streams.say(f"micro-batches {'above' if fits else 'below'} {now} at {base.trial.label}: {choice}{kept}")
         try:
-            while (answer := self._fits(size, base, facts)) is not None:
-                size = search.send(answer)
-        except StopIteration as end:
-            self.largest = end.value or in_force
+            # What is smaller than one that fits must fit, so the answers are sorted.
+            place = bisect.bisect_left(undecided, True, key=lambda size: not self._fits(size, base, facts))
+        except _NotFollowedError as error:
+            streams.say(f"! no micro-batch is looked for: {error}")
+            return
+        self.largest = undecided[place - 1] if place else now if fits else None
 
-    def _fits(self, micro_batch: int, base: Outcome, facts: ConfigFacts) -> bool | None:
-        """Try a micro-batch; None where the script does not make its batches as the config says, which is said."""
+    def _fits(self, micro_batch: int, base: Outcome, facts: ConfigFacts) -> bool:
+        """Try a micro-batch. Raises: _NotFollowedError where the script makes its batches by something else."""
         from launcher.planner.ladder import combined
 
         keys, accumulation = with_micro_batch(micro_batch, facts)
@@ -395,19 +393,17 @@ class Session:
             if error.exit_code != ExitCode.FAILURE:  # not the script's: a host was lost
                 raise
             said = (error.details.strip().splitlines() or [error.diagnostics[0].message])[-1]
-            streams.say(f"! no micro-batch is looked for: with one of {micro_batch} the script fails: {said}")
-            return None
+            raise _NotFollowedError(f"with one of {micro_batch} the script fails: {said}") from error
         # The first that has got to a forward shows nothing alone: the next one does.
         is_alone = self._shown in (None, reports[0])
         follows = None if self._shown is None or is_alone else is_followed(self._shown, reports[0])
         if follows or (follows is None and (is_alone or outcome.oom_phase is not None)):
             return outcome.step_s is not None
         self.outcomes.pop()  # it has not trained on what its label says
-        streams.say(
-            "! no micro-batch is looked for: the script's batches do not follow train_micro_batch_size_per_gpu; let its"
-            " DataLoader have batch_size=engine.train_micro_batch_size_per_gpu(), or initialize() training_data="
+        raise _NotFollowedError(
+            "the script's batches do not follow train_micro_batch_size_per_gpu; let its DataLoader have"
+            " batch_size=engine.train_micro_batch_size_per_gpu(), or initialize() training_data="
         )
-        return None
 
     def show(self) -> None:
         """Print what was measured, and what to take."""
