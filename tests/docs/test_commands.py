@@ -297,15 +297,15 @@ REHEARSED = RankRehearsal(
 
 
 def trial_of(_options: tune.TuneOptions, trial: Trial) -> list[RankTrial]:
-    """Return what a rank would report: stage 0 is quickest, and 44 samples are the most that fit."""
+    """Return what a rank would report: stage 0 with 37 samples is quickest, and 44 are the most that fit."""
     stage = trial.patch.get("zero_optimization", {}).get("stage", 2)
     size = trial.patch.get("train_micro_batch_size_per_gpu", 8)
     facts = ConfigFacts(stage, "none", "none", size, 1, 2, has_pipeline=False, keeps_batch=False)
     found = RankTrial(0, 0, "vm", "cpu", facts, peak_bytes=2**26, has_loader=True)
     if size > 44:
-        found.oom_phase = "forward" if size >= 50 else "backward"
+        found.oom_phase = "forward" if size >= 48 else "backward"
     else:
-        found.steps_s = [0.03 * size + 0.01 * stage]
+        found.steps_s = [0.1 + 0.01 * size + 0.01 * stage + (0.25 if size > 40 else 0)]
     return [found]
 
 
