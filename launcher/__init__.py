@@ -29,6 +29,7 @@ _LAZY_NAMES = {
     "heartbeat": "launcher.base.progress",
     "init_distributed": "launcher.comm.groups",
     "initialize": "launcher.engine.build",
+    "log": "launcher.journal.rank",
     "phase": "launcher.base.progress",
     "preempted": "launcher.base.preemption",
     "run": "launcher.api.run",
@@ -71,6 +72,7 @@ __all__ = [
     "heartbeat",
     "init_distributed",
     "initialize",
+    "log",
     "moe",
     "notebook",
     "phase",
@@ -99,6 +101,7 @@ if TYPE_CHECKING:
     from launcher.engine.arguments import add_config_arguments
     from launcher.engine.build import initialize
     from launcher.engine.engine import Engine
+    from launcher.journal.rank import log
     from launcher.parallel.pipeline.module import PipelineModule
     from launcher.parallel.pipeline.specs import LayerSpec, TiedLayerSpec
     from launcher.parallel.sequence.batch import sequence_loss, shard_sequence

@@ -54,6 +54,7 @@ _NO_INPUT = (
 
 def main() -> None:
     """Run the command in `sys.argv`; does not return when it fails."""
+    _keep_journal()
     update_progress(phase="")  # python has started; what the script does, it may say itself
     _dump_stacks()
     preemption.listen()
@@ -127,6 +128,14 @@ def _dump_stacks() -> None:
             faulthandler.enable(os.open(crashes, flags, 0o600))
         if stacks is not None:
             faulthandler.register(STACKS_SIGNAL, os.open(stacks, flags, 0o600), all_threads=True)
+
+
+def _keep_journal() -> None:
+    """Make the journal's descriptor this process's own: no child may write there."""
+    descriptor = os.environ.get(env.JOURNAL_FD.name, "")
+    if descriptor.isdigit():
+        os.set_inheritable(int(descriptor), False)
+        os.environ[env.JOURNAL_FD.name] = f"{_RANK_PID}:{descriptor}"
 
 
 def _take_arguments() -> list[str]:

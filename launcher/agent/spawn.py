@@ -11,7 +11,7 @@ import marshal
 import os
 import subprocess
 
-from launcher.agent.wire import RESULT, STDERR, STDOUT, Spawn, SpawnFailed, is_sound_record
+from launcher.agent.wire import JOURNAL, RESULT, STDERR, STDOUT, Spawn, SpawnFailed, is_sound_record
 from launcher.base import env
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.processes import allow_files, die_with_parent, give_limit, original_limit
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 WORKER_MODULE = "launcher.worker"
 _MAX_VARIABLE_BYTES = 128 << 10  # MAX_ARG_STRLEN of Linux, for a variable or an argument; all together: ulimit -s
-_FILES_A_RANK = 3  # its two pipes and its counter; a third pipe where it makes a function call
+_FILES_A_RANK = 4  # its three pipes and its counter; one pipe more where it makes a function call
 _OWN_FILES = 24  # the agent's own, and those that are open while a rank is started
 _PIPE_BYTES = 1 << 20  # what a rank can write before it waits for the agent
 _MAX_LEFT_BYTES = 4 << 20  # of a file that a rank has left
@@ -162,11 +162,15 @@ def spawn_rank(
         )
     }
     passed = {env.ARGUMENTS_FD.name: _memory_file(marshal.dumps(arguments))}  # variable -> descriptor
-    kept = []  # descriptors of ours that belong to the rank
+    more_streams: dict[int, str] = {}  # descriptors of ours that belong to the rank
+    if spec.has_journal:
+        journal_fd, passed[env.JOURNAL_FD.name] = os.pipe()
+        more_streams[journal_fd] = JOURNAL
     if call_fd is not None:
         result_fd, passed[env.RESULT_FD.name] = os.pipe()
-        kept.append(result_fd)
+        more_streams[result_fd] = RESULT
         passed[env.CALL_FD.name] = os.dup(call_fd)
+    kept = list(more_streams)
     input_fd, is_alone = _take_input(), rank_env.get(env.WORLD_SIZE.name) == "1"
     own_cores, agent_pid = os.sched_getaffinity(0), os.getpid()
     open_files = spec.open_files or original_limit()
@@ -205,9 +209,7 @@ def spawn_rank(
             os.close(descriptor)
     if process.stdout is None or process.stderr is None:
         raise RuntimeError("Popen made no pipe")
-    streams = {process.stdout.fileno(): STDOUT, process.stderr.fileno(): STDERR}
-    if call_fd is not None:
-        streams[result_fd] = RESULT
+    streams = {process.stdout.fileno(): STDOUT, process.stderr.fileno(): STDERR, **more_streams}
     for descriptor in streams:
         os.set_blocking(descriptor, False)
         with contextlib.suppress(OSError):  # above the user's pipe limit the default size has to do

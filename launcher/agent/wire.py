@@ -20,13 +20,13 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-PROTOCOL_VERSION = 11
+PROTOCOL_VERSION = 12
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
 MAX_PAYLOAD_BYTES = 16 << 20
 PIECE_BYTES = 1 << 20  # of a call
-STDOUT, STDERR, RESULT = "stdout", "stderr", "result"  # what `Output.stream` says
+STDOUT, STDERR, RESULT, JOURNAL = "stdout", "stderr", "result", "journal"  # what `Output.stream` says
 MAX_READ_BYTES = 1 << 16  # at once, by the agent
 _MAX_WRITE_BYTES = 1 << 20  # at once, by the agent
 _MAX_UNSENT_BYTES = 4 << 20  # above it the ranks' pipes are left unread
@@ -83,6 +83,7 @@ class Spawn(Message):
     window_bytes: int | None = None  # how much output may wait for a Handled, see Channel; None: any amount
     open_files: int | None = None  # soft limit of open files of each rank; None: the one the agent was started with
     progress_interval_s: float = 1.0  # between two reports of a rank's heartbeats
+    has_journal: bool = True  # ranks get a pipe for it
 
 
 class Call(Message):
@@ -177,7 +178,7 @@ class Output(Message):
     """Bytes a rank wrote."""
 
     rank: int
-    stream: str  # STDOUT, STDERR, or RESULT: what a function call has returned or raised, see `api.pickling`
+    stream: str  # STDOUT, STDERR, JOURNAL, or RESULT: what a function call returned or raised, see `api.pickling`
     data: bytes
 
     @property

@@ -60,6 +60,11 @@ STDIN_FD = EnvVar(
     "where the agent finds the standard input of `launch`, for a job of one rank; unset before the rank starts",
     "set",
 )
+JOURNAL_FD = EnvVar(
+    "LAUNCH_JOURNAL_FD",
+    "where a rank writes its journal, as PID:DESCRIPTOR: a child of the rank has none (`--no-journal`: no rank has)",
+    "set",
+)
 PROGRESS_FILE = EnvVar("LAUNCH_PROGRESS_FILE", "where `launcher.heartbeat()` counts", "set")
 CRASH_FILE = EnvVar(
     "LAUNCH_CRASH_FILE",

@@ -59,6 +59,7 @@ WaitSpan = Callable[[str], contextlib.AbstractContextManager[None]]  # kind of c
 _meters: list[Meter] = []
 listeners: list[Listener] = []  # of this process; empty in a run that is not followed
 _wait_spans: list[WaitSpan] = []
+_step_span: WaitSpan | None = None  # that of the step's clock, which is one for all engines of the process
 _sent = [0]  # bytes so far
 
 
@@ -82,9 +83,25 @@ def remove_wait_span(span: WaitSpan) -> None:
     _wait_spans[:] = [each for each in _wait_spans if each is not span]
 
 
+def follow_waits(span: WaitSpan) -> None:
+    """Enter `span(kind)` around every wait for a collective, beside those of `add_wait_span`, from now on."""
+    global _step_span
+    _step_span = span
+
+
 def wait_span() -> WaitSpan | None:
     """Return what is to be entered around a wait."""
-    return _wait_spans[-1] if _wait_spans else None
+    if not _wait_spans:
+        return _step_span
+    return _wait_spans[-1] if _step_span is None else _both_spans
+
+
+def _both_spans(kind: str) -> contextlib.AbstractContextManager[Any]:
+    stack = contextlib.ExitStack()
+    for span in (_step_span, _wait_spans[-1]):
+        if span is not None:
+            stack.enter_context(span(kind))
+    return stack
 
 
 _no_span = contextlib.nullcontext()

@@ -15,6 +15,7 @@ from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
 from typing import Any
 
+from launcher.base import env
 from launcher.base.progress import phase
 
 
@@ -50,6 +51,8 @@ class _ShowingLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         with phase(f"importing {self.name}"):
             super().exec_module(module)
+            if self.name == "torch" and env.JOURNAL_FD.name in os.environ:
+                importlib.import_module("launcher.monitor.plain").install()
 
 
 def accelerate_on_cpu(module: Any) -> None:

@@ -203,6 +203,7 @@ class Engine(nn.Module):
         else:
             self._tell_phase(trains=torch.is_grad_enabled())
             self._watch.throughput.start()
+            self._watch.note_inputs(inputs, kwargs)
             with self._parts.sequence.checked((inputs, kwargs)), self._watch.phase("forward"), casting.context():
                 outputs = self.module(*inputs, **kwargs)
         if torch.is_grad_enabled() and self.optimizer is not None:
@@ -366,7 +367,9 @@ class Engine(nn.Module):
         losses, self._losses = self._losses, []
         scaler = self._trained().loss_scaler
         scale = None if scaler is None else scaler.scale
-        facts = StepFacts(self.global_steps, self.global_samples, losses, self.get_lr()[0], scale)
+        facts = StepFacts(
+            self.global_steps, self.global_samples, losses, self.get_lr()[0], scale, self._last_step.outcome
+        )
         self._watch.after_step(facts, lambda: self._last_step.norm)
 
     # ---- its weights and checkpoints ----

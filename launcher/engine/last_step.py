@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
@@ -81,6 +83,19 @@ class LastStep:
         """The steps that updated nothing."""
         self.wait_for_outcome()
         return self._num_skipped
+
+    @property
+    def outcome(self) -> Callable[[], tuple[float | None, bool]]:
+        """What returns the norm of the last step, and whether nothing was updated. It waits for the device."""
+        step = self._step
+
+        def found() -> tuple[float | None, bool]:
+            try:
+                return (None, False) if step is None else (step.outcome.norm, step.outcome.is_skipped)
+            except EngineError:  # parameters that differ between ranks: the next backward raises it on all of them
+                return None, False
+
+        return found
 
     def restart(self, num_skipped: int) -> None:
         """Forget the last step: the run continues from elsewhere, where so many steps had updated nothing."""

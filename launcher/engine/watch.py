@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,14 +19,19 @@ from launcher.comm import observe
 from launcher.comm.observe import LogRules, start_log, stop_log
 from launcher.config.schema import Config
 from launcher.engine.parts import EngineParts
+from launcher.journal.rank import own_journal
+from launcher.journal.records import BACKWARD, COMMUNICATION, FORWARD, SAVE, UPDATE
+from launcher.journal.steps import StepClock, step_clock
 from launcher.monitor.curves import open_curves
 from launcher.monitor.flops import FlopCounter, ProfileForm, ProfileTimes, peak_flops, profile_text
 from launcher.monitor.meters import GIB, LossReporter, MemoryUse, PhaseTimer, ThroughputTimer, memory_use
+from launcher.monitor.steps import StepEnd, StepRecorder
 from launcher.sharding.layout import unsharded_numel
 from launcher.zero.states import TORCH_DTYPES
 
 DEFAULT_WINDOW = 10  # steps between lines when `steps_per_print` is off
 _NOTHING = contextlib.nullcontext()
+_CLOCK_PHASES = {"forward": FORWARD, "backward": BACKWARD, "step": UPDATE, "save": SAVE}
 
 
 @dataclass(frozen=True)
@@ -37,6 +43,7 @@ class StepFacts:
     losses: list[Tensor]  # of the micro-batches of this rank
     lr: float
     loss_scale: float | None  # None: the precision needs none
+    outcome: Callable[[], tuple[float | None, bool]]  # norm, and whether nothing was updated; waits for the device
 
 
 class Watch:
@@ -50,7 +57,7 @@ class Watch:
         self._device = group.device
         self._loss_reporter = LossReporter(is_wanted=self._is_rank0)
         self.count_samples(parts.batch.train_batch_size)
-        self._num_path_changes = 0
+        self._num_path_changes = self._num_samples = 0
         self._window = int(settings.steps_per_print or DEFAULT_WINDOW)
         self._num_done = 0  # optimizer steps
         self.curves = open_curves(settings, group.rank)
@@ -71,6 +78,12 @@ class Watch:
             log = start_log(LogRules(logger.verbose, logger.prof_all, logger.debug, logger.prof_ops))
             self._releases.append(weakref.finalize(self, stop_log, log))
         self._is_idle = self._timer is None and self._memory is None and self._profile is None
+        self._clock = step_clock()
+        journal = own_journal()
+        self._recorder = None if journal is None else StepRecorder(journal, self._clock, group.device)
+        if self._recorder is not None:
+            self._clock.has_engine = True
+            observe.follow_waits(functools.partial(_communication, self._clock))
 
     def stop(self) -> None:
         """Follow no more: for this engine, collectives are neither measured nor logged."""
@@ -79,11 +92,16 @@ class Watch:
 
     def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
         """Return the context of `forward`, `backward` or `step`."""
-        return _NOTHING if self._is_idle else self._phase(name)
+        if self._recorder is None:
+            return _NOTHING if self._is_idle else self._phase(name)
+        self._clock.enter_thread()
+        inside = self._clock.inside(_CLOCK_PHASES[name])
+        return inside if self._is_idle else self._phase(name, inside)
 
     @contextlib.contextmanager
-    def _phase(self, name: str) -> Iterator[None]:
+    def _phase(self, name: str, inside: contextlib.AbstractContextManager[None] = _NOTHING) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
+            stack.enter_context(inside)
             if self._profile is not None:
                 stack.enter_context(self._profile.phase(name))
             if self._timer is not None:
@@ -91,6 +109,11 @@ class Watch:
             yield
         if self._memory is not None and (self._num_done + 1) % self._window == 0:
             self._memory[name] = memory_use(self._device)
+
+    def note_inputs(self, inputs: Any, kwargs: dict[str, Any]) -> None:
+        """Count what a micro-batch has."""
+        if self._recorder is not None:
+            self._recorder.note_inputs(inputs, kwargs)
 
     def count_samples(self, train_batch_size: int) -> None:
         """Measure anew how many samples a second are trained on, with this many a step."""
@@ -104,6 +127,13 @@ class Watch:
     def after_step(self, facts: StepFacts, norm: Callable[[], float | None]) -> None:
         """Tell the panel the loss; write curves and whatever report is due. norm: waits for that of the gradients."""
         self._warn_of_new_path(facts.step)
+        if self._recorder is not None:
+            sizes = self._parts.mesh.sizes
+            num_samples = facts.num_samples - self._num_samples
+            self._num_samples = facts.num_samples
+            self._recorder.end(
+                StepEnd(facts.step, facts.losses, facts.lr, facts.loss_scale, num_samples // sizes.data, facts.outcome)
+            )
         self._loss_reporter.step(facts.losses)
         self._write_curves(facts)
         if not self.prints(facts.step):
@@ -160,6 +190,10 @@ class Watch:
         kind = "GPU, allocated" if self._device.type != "cpu" else "host, resident"
         peak_gib = max(use.peak_bytes for use in uses.values()) / GIB
         get_logger().info("memory at step %d: %s · peak %.2f GiB (%s)", step, after, peak_gib, kind)
+
+
+def _communication(clock: StepClock, _kind: str) -> contextlib.AbstractContextManager[None]:
+    return clock.inside(COMMUNICATION) if clock.is_in_thread() else _NOTHING
 
 
 def _span_of_wait(timer: PhaseTimer, kind: str) -> contextlib.AbstractContextManager[None]:

@@ -9,6 +9,7 @@ import time
 from collections.abc import Collection, Iterable
 
 from launcher.agent.wire import (
+    JOURNAL,
     RESULT,
     STDERR,
     STDOUT,
@@ -40,7 +41,7 @@ from launcher.transport.diagnose import start_failure
 # ---- What an agent may send, and when ----
 
 
-_STREAMS = (STDOUT, STDERR, RESULT)
+_STREAMS = (STDOUT, STDERR, RESULT, JOURNAL)
 _STATUSES = range(-64, 256)  # minus a signal, or an exit code
 
 

@@ -43,6 +43,7 @@ from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
 from launcher.job.events import Failure, RunReport
 from launcher.job.hang import HangWatch, StackCollector, find_straggler
+from launcher.job.journal import RunJournal
 from launcher.job.logs import RunFolder
 from launcher.job.node import Node, Rank, describe_leftovers, pieces_of
 from launcher.job.root_cause import RootCause
@@ -70,8 +71,9 @@ class Controller:
         self._watcher = watcher
         self._signals = signals
         self._files = RunFolder(plan, watcher, signals.take_cancel)
+        self._journal = RunJournal(plan, self._files, watcher.warning)
         self._fleet = Fleet(
-            [Node(placement, plan, self._files, watcher) for placement in plan.placement.nodes],
+            [Node(placement, plan, self._files, self._journal, watcher) for placement in plan.placement.nodes],
             transport_for,
             lease_s=plan.lease_s,
             goodbye_s=timeouts().goodbye_s,
@@ -158,6 +160,7 @@ class Controller:
         except LauncherError:
             self._end_if_interrupted()
             raise
+        self._journal.begin()
         self._watcher.planned(plan)
         now_s, pieces = time.monotonic(), pieces_of(plan.command.call)
         orders = [node.spawn_message(plan) for node in self._nodes]  # all, before any rank runs: one may be refused
@@ -194,6 +197,7 @@ class Controller:
         self._look_at_s, self._has_news = now_s + _LOOK_INTERVAL_S, False
         self._watcher.check()
         self._files.look(now_s)
+        self._journal.look(now_s, lambda: {node.name: node.clock_offset_s for node in self._nodes})
         for node, error in self._fleet.lost(now_s):  # a network separates them from us
             self._lose_host(node, str(error))
         self._check_progress(now_s)
@@ -210,11 +214,13 @@ class Controller:
             node.ranks[event.rank].phase = event.phase
             progress = RankProgress(event.count, event.step, event.loss, event.phase, event.total_steps)
             self._watcher.progress(event.rank, progress)
+            self._journal.note_progress(event.rank, progress)
         elif isinstance(event, Stacks):
             node.ranks[event.rank].stack = event.text
         elif isinstance(event, Started):
             node.ranks[event.rank].pid = event.pid
             self._watcher.started(event.rank)
+            self._journal.add("start", rank=event.rank, pid=event.pid, host=node.name)
         elif isinstance(event, Raised):
             self._on_raised(node, node.ranks[event.rank], event)
         elif isinstance(event, Exited):
@@ -232,6 +238,8 @@ class Controller:
 
     def _on_raised(self, node: Node, rank: Rank, message: Raised) -> None:
         """Keep what a rank has raised, and wait for its end: exit handlers have the grace for what they do."""
+        record = message.record
+        self._journal.add("raised", rank=rank.number, type=record.get("type"), message=record.get("message"))
         self._write_traceback(rank, message.record)
         self._root_cause.add_raised(node, rank, message)
         rank.raised_s = rank.raised_s or time.monotonic()
@@ -253,6 +261,7 @@ class Controller:
         rank.is_running = False
         rank.was_stopped = self._stop_started_s is not None
         self._watcher.ended(message.rank, message.status)
+        self._journal.add("exit", rank=rank.number, status=message.status, max_rss_bytes=message.max_rss_bytes)
         if self._hang_watch is not None:
             self._hang_watch.ended(time.monotonic())
         failure = self._root_cause.add_exit(node, rank, message)
@@ -282,6 +291,7 @@ class Controller:
             self._stop("launch was suspended for longer than the lease", self._plan.grace_s)
             return
         self._root_cause.add_host(node, reason)
+        self._journal.add("host_lost", host=node.name, reason=reason)
         self._stop(f"{node.name} failed ({reason})", self._plan.grace_s)
 
     # ---- hangs ----
@@ -298,7 +308,9 @@ class Controller:
         hung = watch.hung_ranks(now_s)
         if hung and not self._hung:
             self._hung = hung
-            self._watcher.warning(f"no progress for {self._plan.hang_timeout_s:g} s: asking all ranks for their stacks")
+            text = f"no progress for {self._plan.hang_timeout_s:g} s: asking all ranks for their stacks"
+            self._watcher.warning(text)
+            self._journal.add("notice", text=text)
             self._stacks.request(self._nodes)
         if self._stacks.is_done(self._ranks) and self._hung:
             self._hung = hung  # what has moved meanwhile does not hang
@@ -327,6 +339,7 @@ class Controller:
         if self._stop_started_s is not None and not by_user:
             return
         self._root_cause.stopping(by_user=by_user)
+        self._journal.add("stopping", text=why)
         if self._has_running_ranks:
             self._watcher.stopping(why)
         self._stop_started_s = self._stop_started_s or time.monotonic()
@@ -363,6 +376,7 @@ class Controller:
     def _pass_notice_on(self) -> None:
         """Warn all ranks that the job will be preempted; what they exit with from now on may ask for a requeue."""
         self._watcher.warning("notice: the job is about to be preempted, warning all ranks")
+        self._journal.add("notice", text="the job is about to be preempted")
         self._root_cause.was_warned = True
         for node in self._nodes:
             if node.has_running_ranks:
@@ -403,7 +417,6 @@ class Controller:
     def _finish(self) -> RunReport:
         end_s = time.monotonic()
         lost, unconfirmed = self._sweep()
-        self._files.close()
         failure, interrupt = self._root_cause.cause, self._interrupt
         num_stopped = sum(rank.was_stopped and (failure is None or rank.number != failure.rank) for rank in self._ranks)
         report = RunReport(
@@ -421,6 +434,9 @@ class Controller:
             restart=self._plan.restart,
             advice=_advice(failure, self._plan),
         )
+        self._journal.end(report)
+        self._journal.close()
+        self._files.close()
         self._files.save(report)
         return report
 

@@ -115,6 +115,9 @@ class Watcher:
     def output(self, rank: int, stream: str, data: bytes) -> None:
         """A rank wrote `data` to "stdout" or "stderr"; "result": what a function call came to."""
 
+    def journal(self, rank: int, data: bytes) -> None:
+        """The journal of a rank has grown by `data`, which may be cut anywhere."""
+
     def started(self, rank: int) -> None:
         """A rank's process exists."""
 

@@ -38,7 +38,7 @@ class RankLog:
     def __init__(self, path: Path, *, keeps_open: bool = True) -> None:
         """keeps_open: hold the file open; else it is opened for each write. Raises: OSError."""
         self.path = path
-        self._keeps_open = keeps_open
+        self.keeps_open = keeps_open
         self._file: BinaryIO | None = os.fdopen(create_private(path), "wb", buffering=0)
         folder = os.stat(path.parent)
         self._folder = folder.st_dev, folder.st_ino
@@ -62,12 +62,12 @@ class RankLog:
         if self._file is None:
             return
         try:
-            if not self._keeps_open:
+            if not self.keeps_open:
                 self._file = os.fdopen(append_to(self.path, self._folder), "ab", buffering=0)
             view = memoryview(data)
             while view:
                 view = view[self._file.write(view) :]
-            if not self._keeps_open:
+            if not self.keeps_open:
                 self._file.close()
         except OSError as error:
             self.write_error = error
@@ -97,8 +97,8 @@ def open_logs(plan: JobPlan) -> dict[int, RankLog]:
         make_private_folder(folder)
         if plan.saves_pid:
             write_private(folder / "launch.pid", f"{os.getpid()}\n".encode())
-        # One file for each rank: beyond the hard limit they are opened for each write, which costs more than it saves.
-        num_needed = num_open() + len(plan.placement.ranks) + _SPARE_FILES
+        # Two files for each rank: beyond the hard limit they are opened for each write, which costs more than it saves.
+        num_needed = num_open() + 2 * len(plan.placement.ranks) + _SPARE_FILES
         keeps_open = allow_files(num_needed) >= num_needed
         return {rank: RankLog(folder / f"rank_{rank}.log", keeps_open=keeps_open) for rank in plan.placement.ranks}
     except OSError as error:
@@ -121,6 +121,11 @@ class RunFolder:
         self._is_given_up = False
 
     @property
+    def keeps_open(self) -> bool:
+        """Whether there may be as many open files as this run has logs and journals."""
+        return all(log.keeps_open for log in self._logs.values())
+
+    @property
     def stalled_s(self) -> float:
         """How long the write under way has taken."""
         return self._thread.stalled_s
@@ -133,6 +138,16 @@ class RunFolder:
     def write(self, log: RankLog, data: bytes, then: Callable[[], object] = lambda: None) -> None:
         """Append to a rank's log, later, and call `then`."""
         self._thread.put(self._write, log, data, then)
+
+    def append(self, log: RankLog, data: bytes) -> None:
+        """Append to a file of the run. On its thread: what `put` has called. What keeps it from that is a warning."""
+        had_error = log.write_error is not None
+        log.write(data)
+        if log.write_error is not None and not had_error:
+            kind = "log" if log.path.suffix == ".log" else "journal"
+            self._watcher.warning(
+                f"{log.path}: {log.write_error.strerror}; the {kind} is incomplete, the job continues"
+            )
 
     def put(self, call: Callable[[], object]) -> None:
         """Have another file of the run written in its turn."""
@@ -202,10 +217,7 @@ class RunFolder:
         self._watcher.waiting(f"the disk of {self._plan.run_folder} (Ctrl-C: do not wait)")
 
     def _write(self, log: RankLog, data: bytes, then: Callable[[], object]) -> None:
-        had_error = log.write_error is not None
-        log.write(data)
-        if log.write_error is not None and not had_error:
-            self._watcher.warning(f"{log.path}: {log.write_error.strerror}; the log is incomplete, the job continues")
+        self.append(log, data)
         then()
 
     def _close(self) -> None:

@@ -7,13 +7,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 
-from launcher.agent.wire import PIECE_BYTES, RESULT, Call, LeftBehind, Output, Spawn, encode
+from launcher.agent.wire import JOURNAL, PIECE_BYTES, RESULT, Call, LeftBehind, Output, Spawn, encode
 from launcher.base.errors import ProtocolError
 from launcher.base.processes import original_limit
 from launcher.base.progress import STARTING
 from launcher.cluster.cluster import NodePlacement
 from launcher.fleet.agent_link import AgentLink
 from launcher.job.display import Display
+from launcher.job.journal import RunJournal
 from launcher.job.logs import RankLog, RunFolder
 from launcher.plan.plan import JobPlan, Settings
 from launcher.plan.variables import device_tokens, job_variables, ladder_variables, rank_variables
@@ -56,13 +57,15 @@ _MAX_NAMED = 5  # processes that a warning lists
 class Node(AgentLink):
     """One host of a run."""
 
-    def __init__(self, placement: NodePlacement, plan: JobPlan, files: RunFolder, display: Display) -> None:
+    def __init__(
+        self, placement: NodePlacement, plan: JobPlan, files: RunFolder, journal: RunJournal, display: Display
+    ) -> None:
         """plan: of the run, whose hosts share what may be held here. files, display: the ways of its ranks' output."""
         share_bytes = max(_MIN_WINDOW_BYTES, min(_WINDOW_BYTES, _ALL_WINDOWS_BYTES // len(plan.placement.nodes)))
         super().__init__(placement.host, placement.ranks, window_bytes=share_bytes, num_ways=len(_WAYS))
         self.placement = placement
         self.ranks: dict[int, Rank] = {}  # by number; empty until they are started
-        self._files, self._display = files, display
+        self._files, self._journal, self._display = files, journal, display
         self._has_call = bool(plan.command.call)
 
     @property
@@ -76,8 +79,13 @@ class Node(AgentLink):
             raise ProtocolError(f"the agent's stream is damaged: output of rank {output.rank} before its start")
         if output.stream == RESULT and not self._has_call:
             raise ProtocolError(f"the agent's stream is damaged: {output.stream} of rank {output.rank} has no place")
-        rank.wrote_s = time.monotonic()
         self.window.arrived(output)
+        if output.stream == JOURNAL:  # no sign that the script has moved: a thread of its own writes it
+            self._journal.write_rank(rank.number, output.data, lambda: self.handled(output, _LOGS))
+            self._display.journal(output.rank, output.data)
+            self._display.put(self.handled, output, _DISPLAY)
+            return
+        rank.wrote_s = time.monotonic()
         if output.stream == RESULT:  # for the caller alone
             self.handled(output, _LOGS)
         else:

@@ -163,6 +163,7 @@ _OPTIONS = (
         default=DEFAULT_LOG_DIR,
         help="Parent folder of the log files: DIR/JOB/rank_N.log. Default: runs.",
     ),
+    _output("--no-journal", is_flag=True, help="Do not record steps, times and events in the folder of the logs."),
     *OUTPUT,
     _compatibility(
         "--engine",
@@ -229,6 +230,7 @@ def read_options(values: Mapping[str, Any], notes: Sequence[str] = (), *, in_slu
     values["notes"] = tuple(all_notes)
     values["bound_cores"] = values["bind_core_list"] or (() if values["bind_cores"] else None)
     values["resume"] = values["resume"] or ""
+    values["has_journal"] = not values["no_journal"]
     values["verbose"] = values["verbose"] or values["log_level"] == "debug"
     return RunOptions(
         filled(Request, values),

@@ -1,0 +1,137 @@
+"""The format of a journal: its files, the kinds of records, and their fields.
+
+A run folder has `launcher.jsonl`, written by the launcher, and `rank_N.jsonl` of each rank that has something to say.
+A restart has a folder of its own, `restart_1`, with the same files. Each line is one JSON object that begins with its
+kind; the first of a file has the version of the format. Only the last line may be cut off, by a crash. Readers skip
+what they do not know: fields and kinds may be added within a version. NaN and infinity are texts.
+"""
+
+from __future__ import annotations
+
+import re
+
+VERSION = 1
+LAUNCHER_FILE = "launcher.jsonl"
+RANK_FILE = re.compile(r"rank_(\d+)\.jsonl")
+# Files stay small: each time that one has grown by so much, records that come at intervals come half as often.
+DOUBLED_EVERY_BYTES = 16 << 20
+
+# What a rank does, in the order of reports. Times of phases exclude each other: together they are the whole time.
+DATA, FORWARD, BACKWARD, COMMUNICATION, UPDATE, SAVE, GC, SCRIPT = PHASES = (
+    "data", "forward", "backward", "communication", "update", "save", "gc", "script",
+)  # fmt: skip
+PHASE_DOCS = {
+    DATA: "waiting for the next batch of a DataLoader",
+    FORWARD: "the forward passes",
+    BACKWARD: "the backward passes",
+    COMMUNICATION: "waiting for collectives, beyond what ran beside computing",
+    UPDATE: "the optimizer's update",
+    SAVE: "saving and loading checkpoints, as far as the training waits for it",
+    GC: "pauses of Python's garbage collector",
+    SCRIPT: "everything else: the script's own work between the calls above",
+}
+
+# kind -> field -> meaning.
+_TIME = {"time_s": "when it was written, seconds since the epoch by the clock of that machine"}
+LAUNCHER_RECORDS: dict[str, dict[str, str]] = {
+    "job": {
+        "version": "of the format",
+        "job_id": "of the job",
+        "restart": "how often the job had been started before",
+        "monotonic_s": "the launcher's monotonic clock at `time_s`",
+        "world_size": "number of ranks",
+        "hosts": "name, ranks and transport of each host",
+        "command": "what the ranks run, secrets masked",
+        "cwd": "working directory",
+        "variables": "names of the environment variables that ranks were given",
+        "launch": "version of this package",
+        "rungs": "how the ladder of --on-oom has changed the config, in order",
+    },
+    "environment": {
+        "packages": "name and version of each Python package of the launcher's environment",
+        "python": "version of Python",
+        "code": "commit of the working directory, and whether files differed from it; null without git",
+    },
+    "clock": {"host": "name", "offset_s": "the launcher's monotonic clock minus that of the host"},
+    "start": {"rank": "number", "pid": "of its process", "host": "name"},
+    "progress": {
+        "ranks": "of those that have progressed since the last record: rank, heartbeats, step or null, loss or null,"
+        " phase, last step or null",
+    },
+    "raised": {"rank": "number", "type": "of the exception", "message": "its words"},
+    "exit": {
+        "rank": "number",
+        "status": "exit code, or minus the signal number",
+        "max_rss_bytes": "the most memory its process held",
+    },
+    "host_lost": {"host": "name", "reason": "what is known"},
+    "notice": {"text": "a warning, or why the ranks are stopped"},
+    "stopping": {"text": "why the ranks are stopped"},
+    "stacks": {"path": "file of the stack traces"},
+    "verdict": {
+        "name": "of the rule",
+        "severity": "`warning` or `critical`",
+        "rank": "the rank it is about, or null",
+        "host": "the host it is about, or null",
+        "text": "one sentence with the evidence",
+        "next": "what to do",
+    },
+    "end": {
+        "exit_code": "of the run",
+        "duration_s": "of the run",
+        "failure": "kind, host, rank, exit code and reason of the first failure; null: none",
+    },
+}
+RANK_RECORDS: dict[str, dict[str, str]] = {
+    "rank": {
+        "version": "of the format",
+        "rank": "number",
+        "local_rank": "number on its host",
+        "host": "name",
+        "pid": "of the process",
+        "monotonic_s": "the host's monotonic clock at `time_s`",
+    },
+    "engine": {
+        "config": "the config in force, one value for each key",
+        "auto": "key, value and reason of each `auto`",
+        "units": "label, number of elements and bytes of each unit of the model",
+        "device": "`cpu`, or the name of the GPU",
+        "torch": "version",
+        "peak_flops": "of the device in this precision, FLOP/s; null where it is not known",
+    },
+    "step": {
+        "step": "number of the last optimizer step in the record",
+        "num_steps": "how many steps it sums up: steps shorter than 0.1 s share a record",
+        "duration_s": "of these steps together",
+        "slowest_s": "the longest one of them",
+        "phases": "seconds of each phase",
+        "loss": "mean of the last step's micro-batches on this rank; null: not known to the engine",
+        "norm": "of the gradients of the last step before clipping; null: not known yet",
+        "loss_scale": "of fp16; null without",
+        "lr": "learning rate of the last step",
+        "samples": "of these steps, on this rank",
+        "tokens": "of these steps, on this rank; 0 where inputs are no token numbers",
+        "sent_bytes": "sent in collectives by this rank",
+        "memory_bytes": "in use now: of the GPU's allocator, else resident",
+        "peak_bytes": "the most so far",
+        "skipped": "of these steps, how many updated nothing because gradients were not finite",
+    },
+    "flops": {"flops": "of one micro-batch of this rank, forward and backward, without recomputation"},
+    "save": {"path": "of the checkpoint", "duration_s": "how long the training waited"},
+    "sample": {
+        "resident_bytes": "memory of this process",
+        "cpu_s": "processor time of this process so far",
+        "throttled": "how often, or why, the clocks were lowered since the last sample; null where that is not known",
+        "energy_j": "used by the rank's device so far; null where the hardware does not tell",
+        "gc_longest_s": "the longest pause of the garbage collector since the last sample",
+    },
+    "nonfinite": {
+        "module": "the first module whose output or gradient was not finite",
+        "what": "`output` or `gradient`",
+    },
+    "log": {"values": "what the script gave to `launcher.log(...)`"},
+    "dropped": {"num_records": "lost because the journal could not be written as quickly"},
+}
+for _records in (LAUNCHER_RECORDS, RANK_RECORDS):
+    for _fields in _records.values():
+        _fields.update(_TIME)

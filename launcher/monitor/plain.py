@@ -1,0 +1,127 @@
+"""What a rank's journal has of a script without the engine: steps, waits for data, backward passes, saves.
+
+Installed in a rank of `launch` once torch is imported. A few functions of torch then enter a phase of the step's clock;
+their results are their own. A step is a call of `step()` of the optimizer that was the first to take one. In a process
+with an engine the engine counts the steps.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+from torch.utils.data import dataloader
+
+from launcher.base.progress import update_progress
+from launcher.journal.rank import RankJournal, own_journal
+from launcher.journal.records import BACKWARD, DATA, SAVE, UPDATE
+from launcher.journal.steps import StepClock, step_clock
+from launcher.monitor.meters import memory_use
+
+_LEAST_SAVE_S = 0.001  # of `torch.save`: others are no checkpoints
+
+
+def install() -> None:
+    """Follow this process's steps, where it has a journal. Once."""
+    journal = own_journal()
+    if journal is None:
+        return
+    clock = step_clock()
+    iterator: Any = dataloader._BaseDataLoaderIter
+    iterator.__next__ = _within(clock, DATA, iterator.__next__)
+    backward: Any = torch.Tensor.backward
+    torch.Tensor.backward = _within(clock, BACKWARD, backward)  # type: ignore[method-assign]
+    torch.save = torch.serialization.save = _saving(journal, clock, torch.save)
+    steps = _PlainSteps(journal, clock)
+    register_optimizer_step_pre_hook(steps.begin_update)
+    register_optimizer_step_post_hook(steps.end_update)
+
+
+def _within(clock: StepClock, phase: str, call: Callable[..., Any]) -> Callable[..., Any]:
+    inside = clock.inside(phase)
+
+    @functools.wraps(call)
+    def within(*arguments: Any, **options: Any) -> Any:
+        if not clock.is_in_thread():
+            return call(*arguments, **options)
+        with inside:
+            return call(*arguments, **options)
+
+    return within
+
+
+def _saving(journal: RankJournal, clock: StepClock, call: Callable[..., Any]) -> Callable[..., Any]:
+    within = _within(clock, SAVE, call)
+
+    @functools.wraps(call)
+    def saving(obj: Any, f: Any, *arguments: Any, **options: Any) -> Any:
+        start_s = time.perf_counter()
+        try:
+            return within(obj, f, *arguments, **options)
+        finally:
+            duration_s = time.perf_counter() - start_s
+            if duration_s > _LEAST_SAVE_S and clock.is_in_thread():
+                journal.add("save", path=str(f)[:1000], duration_s=round(duration_s, 6))
+
+    return saving
+
+
+class _PlainSteps:
+    """Counts the steps of the first optimizer that takes one, and writes their records."""
+
+    def __init__(self, journal: RankJournal, clock: StepClock) -> None:
+        self._journal, self._clock = journal, clock
+        self._optimizer: Any = None  # whose calls are the steps
+        self._num_done = self._num_written = 0
+        self._duration_s = self._slowest_s = 0.0
+        self._phases: dict[str, float] = {}
+        self._update = clock.inside(UPDATE)
+
+    def begin_update(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
+        """An optimizer is about to take a step."""
+        if self._clock.is_in_thread() and not self._clock.has_engine:
+            self._update.__enter__()
+
+    def end_update(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
+        """An optimizer has taken a step."""
+        if not self._clock.is_in_thread() or self._clock.has_engine:
+            return
+        self._update.__exit__(None, None, None)
+        if self._optimizer is None:
+            self._optimizer = optimizer
+            self._clock.take()
+        elif self._optimizer is not optimizer:
+            return
+        else:
+            self._count(*self._clock.take(), optimizer)
+        self._num_done += 1
+        update_progress(step=self._num_done)
+
+    def _count(self, duration_s: float, phases: dict[str, float], optimizer: Any) -> None:
+        self._duration_s += duration_s
+        self._slowest_s = max(self._slowest_s, duration_s)
+        for name, time_s in phases.items():
+            self._phases[name] = self._phases.get(name, 0.0) + time_s
+        if self._duration_s < self._journal.record_interval_s:
+            return
+        group = optimizer.param_groups[0]
+        param = next(iter(group["params"]), None)
+        use = memory_use(torch.device("cpu") if param is None else param.device)
+        lr = group.get("lr")
+        self._journal.add(
+            "step",
+            step=self._num_done + 1,
+            num_steps=self._num_done - self._num_written,
+            duration_s=round(self._duration_s, 6),
+            slowest_s=round(self._slowest_s, 6),
+            phases={name: round(time_s, 6) for name, time_s in self._phases.items()},
+            lr=None if lr is None else float(lr),
+            memory_bytes=use.used_bytes,
+            peak_bytes=use.peak_bytes,
+        )
+        self._num_written = self._num_done
+        self._duration_s, self._slowest_s, self._phases = 0.0, 0.0, {}
