@@ -102,6 +102,7 @@ SECTIONS = (
     Section("memory_table", "memory_table.py"),
     Section("rehearsal", "rehearsal.py"),
     Section("plan", "plan.py --rounds 12 --layers 3"),
+    Section("journal", "journal.py", 2),
     Section("nvme", "nvme.py --seconds 0.5 --rounds 5"),
     Section("nvme_step", "nvme_step.py --rounds 7"),
     Section("growth", "growth.py"),

@@ -51,6 +51,7 @@ SHORT = {
     "memory_table": ("--worlds 2 --precisions fp32", 0),
     "rehearsal": ("--models mlp --worlds 1 --large 1", 0),
     "plan": ("--micro-batches 8 --layers 1 --rounds 1 --seconds 1", 0),
+    "journal": ("--rounds 2 --models tiny --steps 2", 2),
     "nvme": ("--size 4MiB --seconds 0.01 --rounds 1", 0),
     "nvme_step": ("--layers 1 --rounds 1", 0),
     "hf_trainer": ("--rounds 1 --models vit --steps 3 --width 64 --engines launch", 0),

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
 
 __all__ = ["tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map", "tree_map_only"]
@@ -25,6 +26,13 @@ __all__ = ["tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map", 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T", bound=Tensor)
 _DYNAMO_MARK = "__dynamo_disable"
+
+
+def _outside_dynamo(function: _F) -> _F:
+    """Give a function the mark of `without_dynamo`."""
+    setattr(function, _DYNAMO_MARK, function)
+    return function
+
 
 # ---- Autograd ----
 
@@ -101,6 +109,52 @@ def is_recorded() -> bool:
 def is_profiler_open() -> bool:
     """Whether a profiler is open in this process: it records, or waits for the step at which it shall."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def has_dispatch_mode() -> bool:
+    """Whether something sees each operation of this thread: fake tensors, a counter of FLOPs."""
+    return bool(torch._C._len_torch_dispatch_stack())
+
+
+def loader_iterator() -> Any:
+    """Return the class of the iterators of every `DataLoader`."""
+    return torch.utils.data.dataloader._BaseDataLoaderIter
+
+
+# ---- FLOPs ----
+
+
+def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
+    """Return the floating-point operations of products of matrices, of convolutions and of attention; else 0.
+
+    As torch's own counter has them. Of attention on a CPU, which the counter leaves out, its formulas are used.
+    """
+    # It imports triton, 0.15 s that only those pay who count.
+    flop_counter = importlib.import_module("torch.utils.flop_counter")
+    name = func.overloadpacket.__name__
+    if name == "_scaled_dot_product_flash_attention_for_cpu":
+        return int(flop_counter.sdpa_flop_count(*(each.shape for each in args[:3])))
+    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
+        return int(flop_counter.sdpa_backward_flop_count(*(each.shape for each in args[:4])))
+    count = flop_counter.flop_registry.get(func.overloadpacket)
+    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
+
+
+class FlopMode(TorchDispatchMode):
+    """Adds up the FLOPs of the operations within it: torch's own counter also says of which module, which costs more.
+
+    Of that, above all: a mode imports torch._dynamo at its first operation, 1.5 s, unless its function has the mark.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    @_outside_dynamo
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        self.total += flops_of(func, args, kwargs or {}, result)
+        return result
 
 
 # ---- torch.compile ----

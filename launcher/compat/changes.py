@@ -7,6 +7,7 @@ Trainer follow LAUNCH_CONFIG_PATCH. The panel of
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import os
@@ -52,7 +53,9 @@ class _ShowingLoader(SourceFileLoader):
         with phase(f"importing {self.name}"):
             super().exec_module(module)
             if self.name == "torch" and env.JOURNAL_FD.name in os.environ:
-                importlib.import_module("launcher.monitor.plain").install()
+                # A script may have a module of its own by that name, or a torch that is not whole.
+                with contextlib.suppress(ImportError, AttributeError):
+                    importlib.import_module("launcher.monitor.plain").install()
 
 
 def accelerate_on_cpu(module: Any) -> None:

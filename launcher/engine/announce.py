@@ -7,10 +7,12 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import torch
+
 from launcher.base import env
 from launcher.base.errors import Diagnostic
 from launcher.base.log import get_logger
-from launcher.comm.device import accelerator_type
+from launcher.comm.device import accelerator_type, device_module
 from launcher.config.auto import AutoChoice
 from launcher.config.equations import BATCH_KEYS, BatchPlan
 from launcher.config.fields import Section, Status, Support, is_list_of_sections, section_of, shown, status_of
@@ -18,10 +20,13 @@ from launcher.config.policies import Place, Precision, ZeroPolicy
 from launcher.config.schema import Config
 from launcher.config.schema_params import OPTIMIZER_PARAMS, SCHEDULER_PARAMS
 from launcher.engine.parts import EngineParts, precision_notice
+from launcher.journal.rank import RankJournal
 from launcher.kernels.select import describe_kernel
+from launcher.monitor.flops import peak_flops
 from launcher.optim.api import UnitOptimizer
 from launcher.optim.factory import OptimizerPlan
 from launcher.zero.placement import Disks
+from launcher.zero.states import TORCH_DTYPES
 from launcher.zero.unit import FlatUnit
 
 SECRETS = ("api_key",)
@@ -141,6 +146,29 @@ def announce(
         log.warning("%s", plan.notice)
     if parts.settings.dump_state:
         log.info("%s", state_text(parts.settings, batch, policy, parts.sharded.units))
+
+
+def _plain(value: Any) -> Any:
+    return value if isinstance(value, (bool, int, float, str, list, dict, type(None))) else shown(value)
+
+
+def record_engine(journal: RankJournal, parts: EngineParts, choices: Sequence[AutoChoice]) -> None:
+    """Add to the journal what this engine is: its config in force, its units, its device."""
+    settings, device = parts.settings, parts.group.device
+    solved = settings.model_copy(update=dict(zip(BATCH_KEYS, parts.batch.sizes, strict=True)))
+    compute = TORCH_DTYPES[parts.policy.precision.compute]
+    journal.add(
+        "engine",
+        config={path: _plain(value) for path, value, _ in _keys(solved, "")},
+        auto=[[choice.key, choice.value, choice.reason] for choice in choices],
+        units=[
+            [unit.label, unit.layout.padded_numel, unit.layout.padded_numel * compute.itemsize]
+            for unit in parts.sharded.units
+        ],
+        device="cpu" if device.type == "cpu" else device_module(device).get_device_name(device),
+        torch=torch.__version__,
+        peak_flops=peak_flops(device, compute),
+    )
 
 
 def _kernel_text(plan: OptimizerPlan, parts: EngineParts) -> str:

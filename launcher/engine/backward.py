@@ -62,7 +62,7 @@ class BackwardPass:
     def running(self, *, is_boundary: bool) -> Iterator[None]:
         """Return the context of a backward pass that the engine calls."""
         self.recover()
-        self._begin(is_boundary=is_boundary)
+        self._begin(is_boundary=is_boundary, is_called=True)
         try:
             yield
         except BaseException as error:
@@ -189,9 +189,11 @@ class BackwardPass:
         if self._reducer.is_spoiled and not self._is_broken:
             self._is_broken, self._is_noted = True, False
 
-    def _begin(self, *, is_boundary: bool, factor: float = 1.0, is_scripts: bool = False) -> None:
+    def _begin(
+        self, *, is_boundary: bool, factor: float = 1.0, is_scripts: bool = False, is_called: bool = False
+    ) -> None:
         self._is_open, self._is_scripts = True, is_scripts
-        self._stack.enter_context(self._watch.phase("backward"))
+        self._stack.enter_context(self._watch.phase("backward", is_called=is_called))
         self._reducer.begin_backward(is_boundary=is_boundary, factor=factor, is_scripts=is_scripts)
         self._schedule.begin_backward()
 

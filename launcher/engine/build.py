@@ -23,7 +23,7 @@ from launcher.config.equations import BatchPlan, mesh_sizes, solve_batch
 from launcher.config.load import load_config
 from launcher.config.policies import Place, ZeroPolicy, zero_policy
 from launcher.config.schema import Config
-from launcher.engine.announce import announce, announce_disks
+from launcher.engine.announce import announce, announce_disks, record_engine
 from launcher.engine.casting import (
     casting_of,
     place_buffers,
@@ -42,6 +42,7 @@ from launcher.engine.pipeline import PipelineEngine
 from launcher.engine.sequence import attach_sequence, check_groups, check_sequence, sequence_size
 from launcher.engine.sharded import ShardedModel, end_engine_of
 from launcher.engine.stages import divide_into_stages
+from launcher.journal.rank import own_journal
 from launcher.optim.api import UnitOptimizer
 from launcher.optim.factory import OptimizerPlan, group_of_parameters
 from launcher.optim.onebit.flat import OneBitFlat
@@ -172,6 +173,8 @@ def initialize(
     announce_disks(disks)
     if world.rank == 0:
         announce(parts, loaded.notices, choices, plan, [*split_notices, *expert_notices])
+        if (journal := own_journal()) is not None:
+            record_engine(journal, parts, choices)
     engine = DeepSpeedEngine(model, parts) if staged is None else PipelineEngine(staged.model, parts, staged.plan)
     if built.optimizer is not None:
         built.optimizer.run_by(engine, settings, is_of_pipeline=staged is not None)

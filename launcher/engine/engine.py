@@ -424,13 +424,14 @@ class Engine(nn.Module):
         on every rank where one of them cannot save, or does not call it within a minute.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        self._checkpoints.save(
-            place_of(save_dir),
-            name,
-            client_state or {},
-            saves_latest=save_latest,
-            excludes_frozen=exclude_frozen_parameters,
-        )
+        with self._watch.saving(f"{os.fspath(save_dir)}/{name}"):
+            self._checkpoints.save(
+                place_of(save_dir),
+                name,
+                client_state or {},
+                saves_latest=save_latest,
+                excludes_frozen=exclude_frozen_parameters,
+            )
         return True
 
     @phase("loading a checkpoint")

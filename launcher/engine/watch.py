@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from launcher.activation.blocks import recomputes as recomputes_itself
 from launcher.base.log import get_logger
 from launcher.base.progress import update_progress
 from launcher.comm import observe
@@ -23,7 +25,7 @@ from launcher.journal.rank import own_journal
 from launcher.journal.records import BACKWARD, COMMUNICATION, FORWARD, SAVE, UPDATE
 from launcher.journal.steps import StepClock, step_clock
 from launcher.monitor.curves import open_curves
-from launcher.monitor.flops import FlopCounter, ProfileForm, ProfileTimes, peak_flops, profile_text
+from launcher.monitor.flops import FlopCounter, ModelFlops, ProfileForm, ProfileTimes, peak_flops, profile_text
 from launcher.monitor.meters import GIB, LossReporter, MemoryUse, PhaseTimer, ThroughputTimer, memory_use
 from launcher.monitor.steps import StepEnd, StepRecorder
 from launcher.sharding.layout import unsharded_numel
@@ -31,7 +33,7 @@ from launcher.zero.states import TORCH_DTYPES
 
 DEFAULT_WINDOW = 10  # steps between lines when `steps_per_print` is off
 _NOTHING = contextlib.nullcontext()
-_CLOCK_PHASES = {"forward": FORWARD, "backward": BACKWARD, "step": UPDATE, "save": SAVE}
+_CLOCK_PHASES = {"forward": FORWARD, "backward": BACKWARD, "step": UPDATE}
 
 
 @dataclass(frozen=True)
@@ -84,19 +86,48 @@ class Watch:
         if self._recorder is not None:
             self._clock.has_engine = True
             observe.follow_waits(functools.partial(_communication, self._clock))
+        counts = self._recorder is not None and self._is_rank0 and parts.sharded.optimizer is not None
+        num_micro_batches = parts.batch.accumulation_steps
+        recomputes = settings.activation_checkpointing.blocks or recomputes_itself(model)
+        self._flops = ModelFlops(num_micro_batches, recomputes=recomputes) if counts else None
 
     def stop(self) -> None:
         """Follow no more: for this engine, collectives are neither measured nor logged."""
         for release in self._releases:
             release()
 
-    def phase(self, name: str) -> contextlib.AbstractContextManager[None]:
-        """Return the context of `forward`, `backward` or `step`."""
+    def phase(self, name: str, *, is_called: bool = True) -> contextlib.AbstractContextManager[None]:
+        """Return the context of `forward`, `backward` or `step`. is_called: by the engine, and not within autograd."""
         if self._recorder is None:
             return _NOTHING if self._is_idle else self._phase(name)
         self._clock.enter_thread()
-        inside = self._clock.inside(_CLOCK_PHASES[name])
+        inside: contextlib.AbstractContextManager[None] = self._clock.inside(_CLOCK_PHASES[name])
+        if self._flops is not None:
+            inside = self._counted(self._flops, name, inside, is_called=is_called)
         return inside if self._is_idle else self._phase(name, inside)
+
+    @contextlib.contextmanager
+    def _counted(
+        self, flops: ModelFlops, name: str, inside: contextlib.AbstractContextManager[None], *, is_called: bool
+    ) -> Iterator[None]:
+        with inside, flops.phase(name, is_called=is_called) as record:
+            yield
+        if record and self._recorder is not None:
+            self._recorder.journal.add("flops", **record)
+        if flops.is_over:
+            self._flops = None
+
+    @contextlib.contextmanager
+    def saving(self, path: str) -> Iterator[None]:
+        """Record how long the training waits for a save."""
+        if self._recorder is None:
+            yield
+            return
+        start_s = time.perf_counter()
+        with self._clock.inside(SAVE):
+            yield
+        duration_s = round(time.perf_counter() - start_s, 6)
+        self._recorder.journal.add("save", path=path, duration_s=duration_s)
 
     @contextlib.contextmanager
     def _phase(self, name: str, inside: contextlib.AbstractContextManager[None] = _NOTHING) -> Iterator[None]:
@@ -193,7 +224,8 @@ class Watch:
 
 
 def _communication(clock: StepClock, _kind: str) -> contextlib.AbstractContextManager[None]:
-    return clock.inside(COMMUNICATION) if clock.is_in_thread() else _NOTHING
+    """Return the context of a wait for a collective. Those of a save are part of the save."""
+    return clock.inside(COMMUNICATION) if clock.is_in_thread() and not clock.is_in(SAVE) else _NOTHING
 
 
 def _span_of_wait(timer: PhaseTimer, kind: str) -> contextlib.AbstractContextManager[None]:

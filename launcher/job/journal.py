@@ -20,7 +20,6 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
-from launcher import __version__
 from launcher.base.progress import RankProgress
 from launcher.base.secrets import mask_arguments
 from launcher.job.events import RunReport
@@ -67,7 +66,6 @@ class RunJournal:
             command=[plan.command.target, *mask_arguments(plan.command.arguments)],
             cwd=plan.cwd,
             variables=sorted({*plan.given_env, *plan.forwarded_env}),
-            launch=__version__,
             rungs=list(plan.rungs),
         )
         threading.Thread(target=self._add_environment, name="environment", daemon=True).start()

@@ -44,7 +44,7 @@ class RankJournal:
         self._descriptor = descriptor
         self._queue: deque[dict[str, Any]] = deque()
         self._num_dropped = 0
-        self._num_bytes = 0
+        self.num_bytes = 0
         self._lock = threading.Lock()  # of whoever writes
         self._is_over = threading.Event()
         self._samplers: list[Callable[[], None]] = []
@@ -67,7 +67,7 @@ class RankJournal:
     @property
     def record_interval_s(self) -> float:
         """What steps are put together to: records of steps come no more often."""
-        return self._first_interval_s * float(1 << (self._num_bytes // DOUBLED_EVERY_BYTES))
+        return self._first_interval_s * float(1 << (self.num_bytes // DOUBLED_EVERY_BYTES))
 
     def add(self, kind: str, **fields: Any) -> None:
         """Add a record. Never waits."""
@@ -111,7 +111,7 @@ class RankJournal:
 
     def _write(self, record: dict[str, Any]) -> None:
         line = memoryview(encoded(record))
-        self._num_bytes += len(line)
+        self.num_bytes += len(line)
         while line:
             line = line[os.write(self._descriptor, line) :]
 

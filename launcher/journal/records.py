@@ -44,7 +44,6 @@ LAUNCHER_RECORDS: dict[str, dict[str, str]] = {
         "command": "what the ranks run, secrets masked",
         "cwd": "working directory",
         "variables": "names of the environment variables that ranks were given",
-        "launch": "version of this package",
         "rungs": "how the ladder of --on-oom has changed the config, in order",
     },
     "environment": {
@@ -116,7 +115,10 @@ RANK_RECORDS: dict[str, dict[str, str]] = {
         "peak_bytes": "the most so far",
         "skipped": "of these steps, how many updated nothing because gradients were not finite",
     },
-    "flops": {"flops": "of one micro-batch of this rank, forward and backward, without recomputation"},
+    "flops": {
+        "flops": "of one micro-batch of this rank, forward and backward, without recomputation",
+        "micro_batches": "of an optimizer step",
+    },
     "save": {"path": "of the checkpoint", "duration_s": "how long the training waited"},
     "sample": {
         "resident_bytes": "memory of this process",

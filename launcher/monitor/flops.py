@@ -5,16 +5,26 @@ Counting slows the step down, so the times come from the step after it.
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import sys
+import threading
+import time
 from collections import defaultdict
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 
+from launcher.comm.torch_internals import FlopMode, has_dispatch_mode
+
 if TYPE_CHECKING:  # it imports triton: 0.15 s that only those pay who count
     from torch.utils.flop_counter import FlopCounterMode
 
+Clock = Callable[[], float]  # seconds
+_COUNT_AFTER_S = 10.0  # of training
 # Dense peak of 16-bit matrix products, FLOP/s, from the vendors' data sheets; the first name that is part of the
 # device's counts.
 PEAK_FLOPS_16BIT = {
@@ -114,6 +124,65 @@ def _cpu_attention() -> dict[Any, Any]:
         aten._scaled_dot_product_flash_attention_for_cpu: forward,
         aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
     }
+
+
+class ModelFlops:
+    """Counts the FLOPs of one micro-batch for the journal, once, when a training has lasted for a while.
+
+    Counting slows the micro-batch down and imports much, which a run of seconds need not pay for. A backward that the
+    script calls itself, and a model that recomputes, count as twice their forward: there the counter would lie within
+    autograd, or count the recomputation.
+    """
+
+    def __init__(self, num_micro_batches: int, *, recomputes: bool, clock: Clock = time.monotonic) -> None:
+        """num_micro_batches: of an optimizer step."""
+        self._num_micro_batches, self._recomputes, self._clock = num_micro_batches, recomputes, clock
+        self._start_s = clock()
+        self._forward: int | None = None  # of the micro-batch that is counted
+        self._import = threading.Thread(target=_import_counter, name="flops", daemon=True)
+        self.is_over = False
+
+    @contextlib.contextmanager
+    def phase(self, name: str, *, is_called: bool) -> Iterator[dict[str, int]]:
+        """Count a forward or a backward if it is the one to be counted. Yields what becomes the record.
+
+        is_called: the engine itself calls backward.
+        """
+        record: dict[str, int] = {}
+        is_first = self._forward is None
+        counts = (name == "forward" and is_first and self._is_due()) or (name == "backward" and not is_first)
+        if self.is_over or not counts or _is_modified():
+            yield record
+            return
+        backward = 2 * (self._forward or 0)
+        if name == "forward" or (is_called and not self._recomputes):
+            with FlopMode() as mode:
+                yield record
+            if name == "forward":
+                self._forward = mode.total
+                return
+            backward = mode.total
+        else:
+            yield record
+        self.is_over = True
+        record.update(flops=(self._forward or 0) + backward, micro_batches=self._num_micro_batches)
+
+    def _is_due(self) -> bool:
+        """Whether the training has lasted for a while, and what counting needs is imported: beside the training."""
+        if self._clock() - self._start_s < _COUNT_AFTER_S:
+            return False
+        if not self._import.is_alive() and self._import.ident is None:
+            self._import.start()
+        return not self._import.is_alive()
+
+
+def _import_counter() -> None:
+    importlib.import_module("torch.utils.flop_counter")
+
+
+def _is_modified() -> bool:
+    """Whether something else sees each operation here, or has compiled them: a counter would be in its way."""
+    return "torch._dynamo" in sys.modules or has_dispatch_mode()
 
 
 @dataclass(frozen=True)

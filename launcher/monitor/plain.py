@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
-from torch.utils.data import dataloader
 
 from launcher.base.progress import update_progress
+from launcher.comm.torch_internals import loader_iterator
 from launcher.journal.rank import RankJournal, own_journal
 from launcher.journal.records import BACKWARD, DATA, SAVE, UPDATE
 from launcher.journal.steps import StepClock, step_clock
@@ -31,7 +31,7 @@ def install() -> None:
     if journal is None:
         return
     clock = step_clock()
-    iterator: Any = dataloader._BaseDataLoaderIter
+    iterator = loader_iterator()
     iterator.__next__ = _within(clock, DATA, iterator.__next__)
     backward: Any = torch.Tensor.backward
     torch.Tensor.backward = _within(clock, BACKWARD, backward)  # type: ignore[method-assign]

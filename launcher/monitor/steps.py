@@ -42,7 +42,7 @@ class StepRecorder:
     """Writes a record of each optimizer step, or of several short ones together."""
 
     def __init__(self, journal: RankJournal, clock: StepClock, device: torch.device) -> None:
-        self._journal, self._clock, self._device = journal, clock, device
+        self.journal, self._clock, self._device = journal, clock, device
         self._marks = None if device.type == "cpu" else _DeviceMarks(device)
         if self._marks is not None:
             clock.on_switch = self._marks.add
@@ -72,7 +72,7 @@ class StepRecorder:
         if self._marks is None:
             self._num_skipped += facts.outcome()[1]
         self._write_arrived()
-        if self._duration_s >= self._journal.record_interval_s:
+        if self._duration_s >= self.journal.record_interval_s:
             self._write(facts)
 
     def _write(self, facts: StepEnd) -> None:
@@ -107,7 +107,7 @@ class StepRecorder:
 
     def _add(self, record: dict[str, Any], loss: Tensor | None, facts: StepEnd, num_skipped: int) -> None:
         norm, _ = facts.outcome()
-        self._journal.add("step", **record, loss=None if loss is None else loss.item(), norm=norm, skipped=num_skipped)
+        self.journal.add("step", **record, loss=None if loss is None else loss.item(), norm=norm, skipped=num_skipped)
 
     def _write_arrived(self) -> None:
         """Write what the device has done by now."""
@@ -122,7 +122,7 @@ class StepRecorder:
                 first.record["duration_s"] = round(sum(first.record["phases"].values()), 6)
                 self._add(first.record, first.loss, first.facts, int(first.facts.outcome()[1]))
             else:
-                self._journal.add("step", **first.record, loss=None, norm=None, skipped=0)
+                self.journal.add("step", **first.record, loss=None, norm=None, skipped=0)
 
 
 Marks = list[tuple[int, Any]]  # phase that begins, event

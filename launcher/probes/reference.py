@@ -20,7 +20,7 @@ _STARTING = "Starting ranks from Python"
 # Heading -> the names under it, within `launcher`.
 _PARTS = {
     "The engine": ("initialize", "init_distributed", "add_config_arguments"),
-    "Progress and preemption": ("heartbeat", "phase", "preempted", "EXIT_REQUEUE"),
+    "Progress and preemption": ("heartbeat", "phase", "log", "preempted", "EXIT_REQUEUE"),
     _STARTING: (
         *("run", "Options", "Outcome", "RankFailed", "JobTimeout", "JobError", "submit", "Sbatch", "SlurmJob"),
     ),

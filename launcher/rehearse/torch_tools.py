@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.distributed import distributed_c10d
 from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils import flop_counter
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -27,7 +26,6 @@ __all__ = [
     "cuda_functions",
     "fake_groups",
     "finished_work",
-    "flops_of",
     "group_of",
     "load_compiler",
     "reduction_of_caller",
@@ -35,7 +33,6 @@ __all__ = [
 ]
 
 _T = TypeVar("_T")
-_flops: dict[str, Any] = vars(flop_counter)
 
 
 class DispatchMode(TorchDispatchMode):  # type: ignore[no-untyped-call]  # its __init_subclass__
@@ -67,20 +64,6 @@ class StorageMap(Generic[_T]):
         """Return the value of a storage, None for one that has none."""
         found: _T | None = self._values.get(storage)
         return found
-
-
-def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
-    """Return the floating-point operations of products of matrices, of convolutions and of attention; else 0.
-
-    As torch's own counter has them. Of attention on a CPU, which the counter leaves out, its formulas are used.
-    """
-    name = func.overloadpacket.__name__
-    if name == "_scaled_dot_product_flash_attention_for_cpu":
-        return int(_flops["sdpa_flop_count"](*(each.shape for each in args[:3])))
-    if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
-        return int(_flops["sdpa_backward_flop_count"](*(each.shape for each in args[:4])))
-    count = flop_counter.flop_registry.get(func.overloadpacket)
-    return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 
 def load_compiler() -> None:

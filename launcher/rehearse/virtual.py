@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 
 from launcher.base.errors import LauncherError
-from launcher.comm.torch_internals import tree_leaves, tree_map_only
+from launcher.comm.torch_internals import flops_of, tree_leaves, tree_map_only
 from launcher.planner.rehearsal import DeviceWork
 from launcher.rehearse.ledger import Ledger
-from launcher.rehearse.torch_tools import DispatchMode, StorageMap, flops_of
+from launcher.rehearse.torch_tools import DispatchMode, StorageMap
 
 # What is larger has no values. Whole numbers and flags carry the structure of a batch, and cost little to compute.
 _MAX_FLOAT_BYTES, _MAX_WHOLE_BYTES = 2**18, 2**26

@@ -247,7 +247,7 @@ def test_every_option_of_the_command_is_one_of_the_function() -> None:
         "num_gpus": "ranks", "bind_cores": "bound_cores", "bind_core_list": "bound_cores", "standalone": "hosts",
         "venv_script": "setup", "module": "target", "no_python": "target", "quiet": "output", "plain": "output",
         "redirects": "output", "tee": "output", "local_ranks_filter": "output", "no_prefix": "output",
-        "log_level": "output",
+        "log_level": "output", "no_journal": "has_journal",
     }  # fmt: skip
     assert set(in_place.values()) <= ours
     # A call runs, and starts all nodes; the others have no effect in the command either.

@@ -55,6 +55,7 @@ SURFACE = {
     "local_ranks_filter": ("--local-ranks-filter",),
     "force_multi": ("--force-multi",),
     "log_dir": ("--log-dir",),
+    "no_journal": ("--no-journal",),
     "grace_s": ("--grace",),
     "lease_s": ("--heartbeat-timeout", "--lease"),
     "max_restarts": ("--max-restarts",),

@@ -169,7 +169,7 @@ def test_too_few_descriptors_for_all_ranks_are_the_cause(tmp_path: Path) -> None
     scripts.write(tmp_path, "import time; time.sleep(60)")
     result = run_in_shell(tmp_path, "ulimit -n 24; LAUNCH --num_gpus 8 script.py")
     assert result.code == 1
-    assert "✗ could not start ranks on localhost: 8 ranks need 48 open files" in result.err
+    assert "✗ could not start ranks on localhost: 8 ranks need 56 open files" in result.err
     assert "hard limit there is 24" in result.err
     assert "ulimit -Hn" in result.err
 

@@ -12,6 +12,7 @@ import torch.distributed as dist
 from harness.train.forked import run_ranks
 from torch import Tensor
 
+from launcher.comm.torch_internals import flops_of
 from launcher.rehearse import torch_tools
 
 
@@ -76,7 +77,7 @@ class _Counting(torch_tools.DispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        self.flops += torch_tools.flops_of(func, args, kwargs or {}, result)
+        self.flops += flops_of(func, args, kwargs or {}, result)
         return result
 
 
