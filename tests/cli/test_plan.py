@@ -1,4 +1,4 @@
-"""`launch plan` as users type it: a model on GPUs of the table or on probed machines, and a script."""
+"""`launch plan` as users type it: a model on GPUs of the table or on probed machines. Scripts: `tests/rehearse`."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ from unittest import mock
 
 import pytest
 from click.testing import CliRunner, Result
-from harness import scripts
-from harness.launch.command import run_launch
 
 from launcher.base.errors import UsageError
 from launcher.cli.commands import probe
@@ -20,18 +18,6 @@ from launcher.config.load import load_config
 from launcher.planner.speed import CollectiveSpeed, RankSpeed, Speed
 
 H100 = ("--gpu", "H100-80GB", "--num-gpus", "8")
-TRAIN = """
-    import sys, torch, launcher
-    model = torch.nn.Sequential(*(torch.nn.Linear(256, 256) for _ in range(4)))
-    engine, *_ = launcher.initialize(model=model, config=sys.argv[2])
-    while True:
-        engine.backward(engine(torch.ones(engine.train_micro_batch_size_per_gpu(), 256)).mean())
-        engine.step()
-"""
-CONFIG = {
-    "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2, "zero_optimization": {"stage": 1},
-    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "gradient_clipping": 0.5,
-}  # fmt: skip
 
 
 def plan(*words: Any, cache: Path | None = None) -> Result:
@@ -106,23 +92,6 @@ def test_probed_machines(tmp_path: Path) -> None:
     kept(tmp_path, "node-a")
     found = plan("--hostfile", tmp_path / "hosts", "--seq", "128", "350M", cache=tmp_path)
     assert f"run it: launch --hostfile {tmp_path}/hosts train.py" in found.output
-
-
-def test_a_script(tmp_path: Path) -> None:
-    """It is rehearsed: its own model, batch and config, and the exact bytes of the rows."""
-    (tmp_path / "ds.json").write_text(json.dumps(CONFIG))
-    script = scripts.write(tmp_path, TRAIN)
-    options = ("--gpu", "A100-40GB", "--num-gpus", "2", "--rows", "1", "--write", "best.json")
-    result = run_launch(tmp_path, "plan", *options, script, "--deepspeed", "ds.json")
-    assert result.code == 0, result.err + result.out
-    assert "8 samples a step · fp32" in result.out
-    assert "* as rehearsed" in result.out
-    assert "--deepspeed best.json" in result.out
-    written = json.loads((tmp_path / "best.json").read_text())
-    assert (written["train_batch_size"], written["gradient_clipping"]) == (8, 0.5)
-    failing = run_launch(tmp_path, "plan", *H100, scripts.write(tmp_path, "raise ValueError('no data')"))
-    assert failing.code != 0
-    assert "the script cannot be rehearsed: ValueError: no data" in failing.err
 
 
 @pytest.mark.parametrize(

@@ -50,13 +50,6 @@ def test_a_model_that_fits_nowhere_here(tmp_path: Path) -> None:
     assert sum(call[2] for call in gathers) == 2 * 8 * 32768**2
 
 
-def test_ranks_of_all_roles(tmp_path: Path) -> None:
-    result = run_launch(tmp_path, "rehearse", "--ranks", "16", scripts.write(tmp_path, TRAIN), "64")
-    assert result.code == 0, result.err + result.out
-    assert "rehearsing rank 15, too" in result.err
-    assert "the 2 rehearsed ranks issue the same collectives in the same order" in result.out
-
-
 def test_a_killed_command_leaves_no_rank(tmp_path: Path) -> None:
     waiting = """
         import os, time

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import signal
-import socket
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -21,8 +20,7 @@ from launcher.base.errors import LauncherError, UsageError
 from launcher.cli.commands import tune
 from launcher.cli.main import cli
 from launcher.planner.ladder import STANDINGS, Standing, standings_above, standings_below
-from launcher.planner.speed import CollectiveSpeed, RankSpeed, Speed, kept_file
-from launcher.planner.tuning import ConfigFacts, Factors, RankTrial, Trial, kept_factors
+from launcher.planner.tuning import ConfigFacts, Factors, RankTrial, Trial
 
 TRAIN = """
     import argparse, json, os, torch, launcher
@@ -78,30 +76,6 @@ def test_two_settings_on_this_machine(folder: Path) -> None:
     command = ("tune", "--num-gpus", "2", *SHORT, *files, "train.py", "--deepspeed", "ds.json")
     assert_tuned(run_launch(folder, *command, env=env), folder)
     assert not (folder / "runs").exists()
-
-
-def test_settings_in_the_order_of_a_plan(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the machines were probed, settings are those of a plan, and what it predicts is corrected by what runs."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(folder / "cache"))
-    ranks = [RankSpeed(rank, 0, socket.gethostname(), "cpu", {"fp32": 1e11}, 8e9, kernel_s=1e-5) for rank in range(2)]
-    times = [CollectiveSpeed("all_gather", "all ranks", 2, size, 1e-4 + size / 1e9) for size in (2**12, 2**24)]
-    speed = Speed("2026-01-02 03:04:05", "gloo", ranks, times)
-    path = kept_file(speed.key)
-    assert path is not None
-    path.parent.mkdir(parents=True)
-    path.write_text(json.dumps(speed.as_json()))
-    options = ("--num-gpus", "2", "--steps", "2", "--candidates", "2", "--json", "found.json")
-    result = run_launch(folder, "tune", *options, "train.py", "--deepspeed", "ds.json")
-    assert result.code == 0, result.err + result.out
-    assert "predicted step" in result.out
-    trials = [each["trial"] for each in json.loads((folder / "found.json").read_text())["trials"]]
-    assert len(trials) == 3
-    assert all(trial["predicted_s"] > 0 and trial["parts"]["update"] > 0 for trial in trials)
-    assert trials[0]["patch"] == {}
-    assert trials[1]["predicted_s"] <= trials[2]["predicted_s"]
-    learnt = kept_factors(speed.key)
-    assert learnt is not None
-    assert learnt.num_outcomes == 3
 
 
 @pytest.mark.cluster

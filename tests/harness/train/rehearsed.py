@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -161,11 +161,26 @@ def rehearse_script(
     patch: dict[str, Any] | None = None,
 ) -> tuple[RankRehearsal, Result]:
     """Rehearse a script as `launch rehearse` does, in a fork; return what was found, and what it printed."""
-    path = folder / f"rank_{rank}.json"
-    world = {"world_size": world_size, "gpus_per_node": 8, "num_steps": NUM_STEPS}
-    path.write_text(json.dumps({**world, "rank": rank, "announced": {}}))
-    env = {"LAUNCH_REHEARSAL": str(path), "LAUNCH_CONFIG_PATCH": json.dumps(patch or {})}
-    result = run_ranks(folder, 0, rehearse_main, "script", script, *arguments, env=env, preload=PRELOAD)
+    wanted = {"world_size": world_size, "gpus_per_node": 8, "num_steps": NUM_STEPS, "rank": rank, "announced": {}}
+    return _rehearse_in_fork(folder, wanted, ["script", script, *arguments], patch or {})
+
+
+def in_forks(folder: Path) -> Callable[..., RankRehearsal]:
+    """Return what rehearses one rank after the other in forks, in place of `rehearse.run_rank`."""
+
+    def run(wanted: dict[str, Any], command: Sequence[str], patch: dict[str, Any], *, verbose: bool) -> RankRehearsal:
+        return _rehearse_in_fork(folder, wanted, command, patch)[0]
+
+    return run
+
+
+def _rehearse_in_fork(
+    folder: Path, wanted: dict[str, Any], command: Sequence[str | Path], patch: dict[str, Any]
+) -> tuple[RankRehearsal, Result]:
+    path = folder / f"rank_{wanted['rank']}.json"
+    path.write_text(json.dumps(wanted))
+    env = {"LAUNCH_REHEARSAL": str(path), "LAUNCH_CONFIG_PATCH": json.dumps(patch)}
+    result = run_ranks(folder, 0, rehearse_main, *command, env=env, preload=PRELOAD)
     return RankRehearsal.from_json(path.read_text()), result
 
 
