@@ -3,37 +3,44 @@
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from launcher.compat.offload_activations import CheckpointHiddenStatesOffload, _Kept
 
 
-class Layer(GradientCheckpointingLayer):
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(8, 8)
-        self.gradient_checkpointing = True
-        self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+@pytest.fixture(scope="module")
+def layer() -> Any:
+    """A layer that transformers checkpoints. It is imported here: every worker imports this file."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
 
-    def forward(self, hidden_states: Tensor) -> Tensor:
-        return self.linear(hidden_states).sin()
+    class Layer(GradientCheckpointingLayer):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+            self.gradient_checkpointing = True
+            self._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False)
+
+        def forward(self, hidden_states: Tensor) -> Tensor:
+            return self.linear(hidden_states).sin()
+
+    return Layer()
 
 
-def test_layers_mark_what_they_checkpoint_within_the_block_alone() -> None:
-    layer, x = Layer(), torch.randn(4, 8, requires_grad=True)
-    before = GradientCheckpointingLayer.__call__
+def test_layers_mark_what_they_checkpoint_within_the_block_alone(layer: Any) -> None:
+    kind, x = type(layer).__base__, torch.randn(4, 8, requires_grad=True)
+    before = kind.__call__
     layer(x).sum().backward()
     expected, x.grad = x.grad, None
     with CheckpointHiddenStatesOffload(min_offload_bytes=0) as outer:
         with CheckpointHiddenStatesOffload() as inner:
             layer(x)
         layer(x).sum().backward()
-    assert GradientCheckpointingLayer.__call__ is before
+    assert kind.__call__ is before
     assert (inner.stats.marked_tensors, outer.stats.marked_tensors) == (1, 1)
     assert outer.stats.skipped_marked_tensors == 1  # it is in host memory already
     assert x.grad is not None
