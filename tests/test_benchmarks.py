@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from harness.launch import nodes, sshd
 from harness.launch.command import ROOT
+from harness.launch.forked_ranks import in_forks
 from harness.train.forked import run_ranks
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -112,12 +113,12 @@ def test_every_benchmark_writes_a_section_with_its_provenance(script: str, tmp_p
 
 
 def run_for_itself(script: str, arguments: str, num_ranks: int, folder: Path, output: Path) -> None:
-    starter = ["-m", "launcher", "--quiet", "--log-dir", str(folder / "runs"), "--num_gpus", str(num_ranks)]
-    command = [sys.executable, *(starter if num_ranks else []), PROGRAMS[script], *arguments.split()]
+    command: list[str | Path] = [PROGRAMS[script], *arguments.split(), "--output", output]
+    if num_ranks:
+        starter = ("-m", "launcher", "--quiet", "--log-dir", folder / "runs", "--num_gpus", str(num_ranks))
+        command = [*starter, *in_forks(*command)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [*command, "--output", str(output)], cwd=ROOT, env=environment, capture_output=True, text=True
-    )
+    done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
 
 

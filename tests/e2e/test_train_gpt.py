@@ -52,7 +52,7 @@ def test_same_losses_at_stage_3(tmp_path: Path) -> None:
     for name in ("zero2", "zero3"):
         (tmp_path / name).mkdir()
         command = training(tmp_path / name, ROOT / f"examples/configs/{name}.json")
-        found.append(losses(run_launch(tmp_path / name, "--num_gpus", "2", *command)))
+        found.append(losses(run_launch(tmp_path / name, "--num_gpus", "2", *in_forks(*command))))
     assert found[0] == found[1]
 
 
