@@ -34,7 +34,7 @@ test: $(TESTED) ## install what the tests need and run them, all but the long on
 	PYTHONDONTWRITEBYTECODE= TEST_SECONDS=$(VENV)/seconds.json $(BIN)/python -m pytest -n $(WORKERS) --durations=30 --junitxml=$(VENV)/junit.xml $(PYTEST_ARGS)
 
 numerics: $(VENV)/.installed-dev $(VENV)/.peers ## what compares numbers, with each instruction set of this CPU and one thread or two
-	$(BIN)/python -m pytest -q -n 2 -m soak tests/optim/test_instruction_sets.py
+	$(BIN)/python -m pytest -q -n 2 -m 'soak and not long' tests/optim/test_instruction_sets.py
 
 lint: $(VENV)/.installed-dev ## style, floors, generated pages against the code
 	$(BIN)/ruff check .
@@ -65,7 +65,7 @@ soak-short: $(TESTED) ## the long tests, and the programs of the soak for a minu
 	$(BIN)/python -m pytest -q -n $(WORKERS) -m 'long and not soak'
 	@$(MAKE) --no-print-directory soak-programs
 
-soak-programs: $(TESTED) ## random kills, hostile input and stalls, for a minute
+soak-programs: $(VENV)/.installed-dev ## random kills, hostile input and stalls, for a minute
 	$(BIN)/python tests/soak/random_kills.py --count 6
 	$(BIN)/python tests/soak/checkpoint_kills.py --count 4
 	$(BIN)/python tests/soak/fuzz.py --count 2000

@@ -43,12 +43,17 @@ CHOSEN = (
     "papers and 2 or warm_up and 2 or random_work or fp32 and -1-2 or uneven or restless-1-1 or kept and 2"
     " or 2-bf16 or ReturnedParameter-0 or Repeated-sharded or Mixture or olmo2 or llama or 2-2-3 or 1f1b"
 )
+# Each set, and two threads with the best one, are of `make numerics`; the whole product is of `make soak`.
+CASES = [
+    pytest.param(name, num_threads, marks=() if num_threads == 1 or name == BEST else pytest.mark.long)
+    for name in OWN
+    for num_threads in (1, 2)
+]
 
 
 @pytest.mark.skipif(not OWN, reason="the CPU has no instruction set that torch knows")
 @pytest.mark.soak
-@pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize(("name", "num_threads"), CASES)
 def test_numbers_do_not_depend_on_the_processor(name: str, num_threads: int) -> None:
     kernels = [kernel.name.removeprefix("C++ ") for kernel in all_cpu_kernels()]
     variables = {"ATEN_CPU_CAPABILITY": name, CPU_KERNEL.name: SETS[name]}
