@@ -66,21 +66,13 @@ SHORT = {
     "scale_model": ("--many 26 --rounds 1", 0),
 }
 # These start many processes that load torch, or wait.
-LONG = {"startup", "step_time", "pipeline", "checkpoint_time", "rehearsal", "nvme"}
+LONG = {"step_time", "pipeline", "checkpoint_time", "nvme"}
 # Longer still, or alike; and what `make soak-programs` runs.
 SOAK = {
     *("architectures", "hf_trainer", "plan", "pretrained_memory", "random_kills", "checkpoint_kills", "stalls"),
-    *("fanout", "scale_model", "many_ranks", "fault_matrix", "offload_time", "growth", "expert_parallel"),
-    *(
-        "sequence_parallel",
-        "onebit",
-        "nvme_step",
-        "parity_table",
-        "memory_table",
-        "to_fp32",
-        "checkpoint_peers",
-        "output",
-    ),
+    *("fanout", "scale_model", "many_ranks", "fault_matrix", "offload_time", "growth", "expert_parallel", "onebit"),
+    *("sequence_parallel", "nvme_step", "parity_table", "memory_table", "to_fp32", "checkpoint_peers", "output"),
+    *("startup", "rehearsal"),
 }
 MARKS = {**dict.fromkeys(LONG, pytest.mark.long), **dict.fromkeys(SOAK, pytest.mark.soak)}
 # These need torch and no process of their own: a fork has it.

@@ -16,6 +16,7 @@ from harness.launch.command import run_launch
 from harness.launch.forked_ranks import in_forks
 from harness.launch.sshd import LoopbackSshd
 from harness.pages import PAGES, ROOT, Shown, blocks_of, commands, resolved, words_of
+from harness.train import rehearsed
 
 from launcher.cli import script_plan
 from launcher.cli.commands import plan, probe, rehearse, tune
@@ -330,8 +331,10 @@ def run(command: str) -> str:
             stack.enter_context(mock.patch.object(script_plan, "rehearsed", return_value=REHEARSED))
         if name == "tune":
             stack.enter_context(mock.patch.object(tune, "run_trial", side_effect=trial_of))
-        if name == "rehearse" and "examples/" not in command:  # a script that is not there is not run
-            stack.enter_context(mock.patch.object(rehearse, "run_rank", return_value=RankRehearsal(0, 64, 8)))
+        if name == "rehearse":  # a script that is not there is not run
+            in_fork, result = rehearsed.in_forks(Path.cwd()), RankRehearsal(0, 64, 8)
+            run_rank = in_fork if "examples/" in command else mock.Mock(return_value=result)
+            stack.enter_context(mock.patch.object(rehearse, "run_rank", run_rank))
         done = CliRunner().invoke(cli, words, prog_name="launch")
     assert done.exit_code == 0, (words, done.exception, done.output)
     return done.output
