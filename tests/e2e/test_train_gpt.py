@@ -29,31 +29,33 @@ def losses(result: Result) -> list[str]:
     return re.findall(r"step +\d+/6  loss (\d+\.\d+)", result.out)
 
 
+@pytest.fixture(scope="module")
+def local(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Result]:
+    """Where the example ran on this machine, and how."""
+    folder = tmp_path_factory.mktemp("local")
+    return folder, run_launch(folder, "--num_gpus", "2", *in_forks(*training(folder)))
+
+
 @pytest.mark.long
-def test_same_losses_on_this_machine_and_over_ssh(sshd: LoopbackSshd, tmp_path: Path) -> None:
-    folders = [tmp_path / name for name in ("local", "ssh")]
-    for folder in folders:
-        folder.mkdir()
-    local = run_launch(folders[0], "--num_gpus", "2", *in_forks(*training(folders[0])))
+def test_same_losses_on_this_machine_and_over_ssh(
+    sshd: LoopbackSshd, tmp_path: Path, local: tuple[Path, Result]
+) -> None:
     options = ("--hostfile", ROOT / "hostfiles/loopback", "--ssh_config", sshd.ssh_config)
-    over_ssh = run_launch(folders[1], *options, *in_forks(*training(folders[1])))
-    assert losses(local) == losses(over_ssh)
-    assert len(losses(local)) == 6
-    assert float(losses(local)[-1]) < float(losses(local)[0]) < 5.8
-    for folder, result in zip(folders, (local, over_ssh), strict=True):
+    over_ssh = run_launch(tmp_path, *options, *in_forks(*training(tmp_path)))
+    found = losses(local[1])
+    assert found == losses(over_ssh)
+    assert len(found) == 6
+    assert float(found[-1]) < float(found[0]) < 5.8
+    for folder, result in (local, (tmp_path, over_ssh)):
         assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
         assert "--- sample ---" in result.out
         assert "zero stage 2" in result.out
 
 
 @pytest.mark.long
-def test_same_losses_at_stage_3(tmp_path: Path) -> None:
-    found = []
-    for name in ("zero2", "zero3"):
-        (tmp_path / name).mkdir()
-        command = training(tmp_path / name, ROOT / f"examples/configs/{name}.json")
-        found.append(losses(run_launch(tmp_path / name, "--num_gpus", "2", *in_forks(*command))))
-    assert found[0] == found[1]
+def test_same_losses_at_stage_3(tmp_path: Path, local: tuple[Path, Result]) -> None:
+    command = in_forks(*training(tmp_path, ROOT / "examples/configs/zero3.json"))
+    assert losses(run_launch(tmp_path, "--num_gpus", "2", *command)) == losses(local[1])
 
 
 def test_optimizer_and_parameters_in_host_memory(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 VOCABULARY, WIDTH, HEADS, LENGTH, BATCH = 24, 16, 4, 6, 4
 LR, DECAY, CLIP = 2e-3, 0.1, 0.5
-PARITY_STEPS = [6, pytest.param(20, marks=pytest.mark.long)]  # of runs beside torch alone
+PARITY_STEPS = [6, pytest.param(20, marks=pytest.mark.soak)]  # of runs beside torch alone
 
 
 class Attention(nn.Module):
