@@ -16,9 +16,11 @@ from typing import Any
 import pytest
 
 _ROOT = Path(__file__).resolve().parents[2]
-# Seconds of every file that takes some, from a run of `make test`. Only the order hangs on it.
+# Seconds of every file that takes some, and of long tests that run anywhere, from a run of `make test`. Only the order
+# hangs on it.
 _SECONDS = Path(__file__).with_name("seconds.json")
 _UNKNOWN_S = 1.0  # of a file that is not listed: most take less
+_LONG_S = 5.0  # from then on a test is listed, too: others of its file may take no time
 _NUM_SHOWN = 12
 _SLURM = "slurm"
 _RANKS = ("from harness.train.ranks import", "from harness.train.programs import")
@@ -58,7 +60,7 @@ def arrange(items: list[pytest.Item]) -> None:
     groups: dict[str, float] = defaultdict(float)
     for item in items:
         path = item.location[0]
-        groups[group_of(item.nodeid)] += seconds.get(path, _UNKNOWN_S) / num_tests[path]
+        groups[group_of(item.nodeid)] += seconds.get(item.nodeid, seconds.get(path, _UNKNOWN_S) / num_tests[path])
     begins: dict[str, float] = {}
     for waits in (True, False):
         kind = sorted((name for name in groups if _waits(name) == waits), key=lambda name: -groups[name])
@@ -91,6 +93,7 @@ class Clock:
 
     def __init__(self) -> None:
         self._files: dict[str, float] = defaultdict(float)
+        self._tests: dict[str, float] = defaultdict(float)  # that run anywhere
         self._groups: dict[str, float] = defaultdict(float)
         self._workers: dict[str, float] = defaultdict(float)
 
@@ -99,14 +102,17 @@ class Clock:
         group = group_of(report.nodeid)
         self._files[report.location[0]] += report.duration
         self._groups["(any worker)" if "::" in group else group] += report.duration
+        if "::" in group:
+            self._tests[group] += report.duration
         worker: Any = getattr(report, "node", None)
         if worker is not None:
             self._workers[worker.gateway.id] += report.duration
 
     def write(self, path: Path) -> None:
-        """Write the seconds of the files that take at least one, for `seconds.json`."""
-        found = {name: round(total_s) for name, total_s in sorted(self._files.items()) if total_s >= 1}
-        path.write_text(json.dumps(found, indent=0) + "\n")
+        """Write the seconds of the files that take at least one, and of long tests, for `seconds.json`."""
+        long = {name: total_s for name, total_s in self._tests.items() if total_s >= _LONG_S}
+        found = {name: round(total_s) for name, total_s in sorted({**self._files, **long}.items()) if total_s >= 1}
+        path.write_text(json.dumps(found, indent=0, ensure_ascii=False) + "\n")
 
     def lines(self) -> list[str]:
         """Tell what the workers were busy with, the longest groups first."""
