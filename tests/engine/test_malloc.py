@@ -11,13 +11,15 @@ import pytest
 # Four blocks of 12 MiB, written and freed, again and again, as gradients are: page faults of each further round.
 ROUNDS = """
 import ctypes, resource, sys
-from launcher.comm.device import keep_freed_memory
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes = ctypes.c_void_p, [ctypes.c_size_t]
 libc.free.argtypes, libc.memset.argtypes = [ctypes.c_void_p], [ctypes.c_void_p, ctypes.c_int, ctypes.c_size_t]
 if not hasattr(libc, "mallopt"):
     sys.exit(77)
-keeps = sys.argv[1] == "keep" and keep_freed_memory()
+keeps = False
+if sys.argv[1] == "keep":  # it imports torch, which takes seconds
+    from launcher.comm.device import keep_freed_memory
+    keeps = keep_freed_memory()
 def allocate():
     blocks = [libc.malloc(12 << 20) for _ in range(4)]
     for block in blocks:
