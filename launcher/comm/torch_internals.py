@@ -116,6 +116,11 @@ def has_dispatch_mode() -> bool:
     return bool(torch._C._len_torch_dispatch_stack())
 
 
+def may_be_compiled() -> bool:
+    """Whether this process has loaded the compiler: an operation of a graph is not seen where it runs."""
+    return "torch._dynamo" in sys.modules
+
+
 def loader_iterator() -> Any:
     """Return the class of the iterators of every `DataLoader`."""
     return torch.utils.data.dataloader._BaseDataLoaderIter

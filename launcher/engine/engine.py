@@ -424,7 +424,7 @@ class Engine(nn.Module):
         on every rank where one of them cannot save, or does not call it within a minute.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
-        with self._watch.saving(f"{os.fspath(save_dir)}/{name}"):
+        with self._watch.saving(f"{save_dir}/{name}"):
             self._checkpoints.save(
                 place_of(save_dir),
                 name,

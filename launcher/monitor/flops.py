@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import contextlib
 import importlib
-import sys
 import threading
 import time
 from collections import defaultdict
@@ -18,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
-from launcher.comm.torch_internals import FlopMode, has_dispatch_mode
+from launcher.comm.torch_internals import FlopMode, has_dispatch_mode, may_be_compiled
 
 if TYPE_CHECKING:  # it imports triton: 0.15 s that only those pay who count
     from torch.utils.flop_counter import FlopCounterMode
@@ -131,7 +130,7 @@ class ModelFlops:
 
     Counting slows the micro-batch down and imports much, which a run of seconds need not pay for. A backward that the
     script calls itself, and a model that recomputes, count as twice their forward: there the counter would lie within
-    autograd, or count the recomputation.
+    autograd, or count the recomputation. Where something else sees each operation, or has compiled them, none counts.
     """
 
     def __init__(self, num_micro_batches: int, *, recomputes: bool, clock: Clock = time.monotonic) -> None:
@@ -151,7 +150,7 @@ class ModelFlops:
         record: dict[str, int] = {}
         is_first = self._forward is None
         counts = (name == "forward" and is_first and self._is_due()) or (name == "backward" and not is_first)
-        if self.is_over or not counts or _is_modified():
+        if self.is_over or not counts or has_dispatch_mode() or may_be_compiled():
             yield record
             return
         backward = 2 * (self._forward or 0)
@@ -178,11 +177,6 @@ class ModelFlops:
 
 def _import_counter() -> None:
     importlib.import_module("torch.utils.flop_counter")
-
-
-def _is_modified() -> bool:
-    """Whether something else sees each operation here, or has compiled them: a counter would be in its way."""
-    return "torch._dynamo" in sys.modules or has_dispatch_mode()
 
 
 @dataclass(frozen=True)

@@ -83,7 +83,7 @@ class Follower:
         """Return what is not as in a run that is not followed."""
         return {
             (launcher.engine.build, "initialize"): self._initialize(launcher.engine.build.initialize),
-            (launcher.engine.watch.Watch, "phase"): lambda _, name: self._phase(name),
+            (launcher.engine.watch.Watch, "phase"): lambda _, name, **__: self._phase(name),
             (launcher.comm.device.DeviceRuntime, "__post_init__"): self._see_runtime(),
             (launcher.comm.device.HostDeviceCopier, "empty"): self._host_memory(),
         }

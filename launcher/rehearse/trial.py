@@ -165,9 +165,9 @@ class Follower:
 
     def _phase(self, phase: Callable[..., Any]) -> Callable[..., Any]:
         @contextlib.contextmanager
-        def follow(watch: Any, name: str) -> Iterator[None]:
+        def follow(watch: Any, name: str, **options: bool) -> Iterator[None]:
             before, self._phase_now = self._phase_now, name
-            with phase(watch, name):
+            with phase(watch, name, **options):
                 yield
             self._phase_now = before  # not after an error: it says where that was
             if name == "step":
