@@ -1,10 +1,11 @@
-"""Kill something at random, again and again: nothing may be left, hang, or end with a wrong code.
+"""Kill something at random, again and again: nothing may be left, hang, end with a wrong code or damage a journal.
 
     python tests/soak/random_kills.py [--count 200] [--seed 0] [--output FILE]
 
 Each round starts a job of 3 ranks that ignore SIGTERM, each with a child in a session of its own, waits a random
-moment, and kills a rank, a rank's child, the agent or the launcher with a random signal. Writes a section of
-docs/benchmarks.md; exit code 1 when any round went wrong.
+moment, and kills a rank, a rank's child, the agent or the launcher with a random signal. The ranks write into their
+journals meanwhile, which must be readable to the last whole line. Writes a section of docs/benchmarks.md; exit code 1
+when any round went wrong.
 """
 
 from __future__ import annotations
@@ -24,18 +25,25 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # w
 from common import Section, argument_parser, median, table
 
 from launcher.base.processes import descendants, members_of_job
+from launcher.journal.read import JobJournal
 
 RANKS = 3
 GRACE_S = 0.5
 HANG_S = 30.0
 SCRIPT = """
 import os, signal, subprocess, sys, time
+import launcher
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 child = "import signal,time; signal.signal(15, signal.SIG_IGN); print('child', flush=True); time.sleep(600)"
 process = subprocess.Popen([sys.executable, "-c", child], start_new_session=True, stdout=subprocess.PIPE)
 process.stdout.readline()
 print("READY", os.getpid(), process.pid, flush=True)
-code = process.wait()
+step = 0
+while process.poll() is None:
+    launcher.log(step=step, text="x" * (step % 5000))
+    step += 1
+    time.sleep(0.001)
+code = process.returncode
 sys.exit(41)  # a rank whose child was killed fails with a code of its own
 """
 VICTIMS = ("rank", "child", "agent", "launcher")
@@ -84,10 +92,10 @@ def one_round(folder: Path, chance: random.Random) -> tuple[str, float, str]:
     number = chance.choice(SIGNALS[victim])
     rank_pid, child_pid = map(int, chance.choice(ready))
     pid = {"rank": rank_pid, "child": child_pid, "agent": agent, "launcher": job.pid}[victim]
-    time.sleep(chance.random() * 0.1)
+    time.sleep(chance.random() * 0.6)
     start_s = time.monotonic()
     os.kill(pid, number)
-    problem = _watch_the_end(job, job_id, expected_code(victim, number))
+    problem = _watch_the_end(job, job_id, expected_code(victim, number)) or _journal_problem(folder / "runs" / job_id)
     return f"{victim}, {signal.Signals(number).name}", time.monotonic() - start_s, problem
 
 
@@ -107,6 +115,17 @@ def _watch_the_end(job: subprocess.Popen[bytes], job_id: str, expected: int) -> 
     if left:
         return f"{len(left)} processes were left"
     return "" if code == expected else f"code {code} instead of {expected}"
+
+
+def _journal_problem(run_folder: Path) -> str:
+    """Return what is wrong with the journal of a job that has ended, "" for nothing."""
+    (start,) = JobJournal(run_folder).tries
+    for rank, file in (*start.ranks.items(), (None, start.launcher)):
+        records = list(file.poll())
+        steps = [record["values"]["step"] for record in records if record["kind"] == "log"]
+        if file.num_damaged or steps != list(range(len(steps))):
+            return f"the journal of {'the launcher' if rank is None else f'rank {rank}'} is damaged"
+    return ""
 
 
 def main() -> None:
@@ -129,7 +148,13 @@ def main() -> None:
         [what, str(len(values)), f"{median(values):.2f} s", f"{max(values):.2f} s", "; ".join(problems[what]) or "none"]
         for what, values in sorted(times.items())
     ]
-    columns = ["killed", "times", "nothing left after (median)", "at most", "wrong code, hang or orphan"]
+    columns = [
+        "killed",
+        "times",
+        "nothing left after (median)",
+        "at most",
+        "wrong code, hang, orphan or damaged journal",
+    ]
     text = (
         f"{RANKS} ranks that ignore SIGTERM, each with a child in a session of its own, grace {GRACE_S} s;"
         f" seed {options.seed}.\n\n{table(columns, rows)}"
