@@ -43,6 +43,7 @@ lint: $(VENV)/.installed-dev ## style, floors, generated pages against the code
 	$(BIN)/python -m launcher.config.reference | diff -u docs/config.md -
 	$(BIN)/python -m launcher.cli.reference | diff -u docs/options.md -
 	$(BIN)/python -m launcher.probes.reference | diff -u docs/api.md -
+	$(BIN)/python -m launcher.journal.records | diff -u docs/journal.md -
 
 types: $(VENV)/.installed-dev ## mypy, strict
 	$(BIN)/mypy
@@ -76,6 +77,7 @@ docs: $(VENV)/.installed-dev ## write the pages that are generated from the code
 	$(BIN)/python -m launcher.config.reference > docs/config.md
 	$(BIN)/python -m launcher.cli.reference > docs/options.md
 	$(BIN)/python -m launcher.probes.reference > docs/api.md
+	$(BIN)/python -m launcher.journal.records > docs/journal.md
 
 man: $(VENV)/.installed-dev ## write man pages into build/man: `man -l build/man/launch.1`
 	$(BIN)/python -m launcher.cli.reference build/man

@@ -9,6 +9,7 @@ what they do not know: fields and kinds may be added within a version. NaN and i
 from __future__ import annotations
 
 import re
+import sys
 
 VERSION = 1
 LAUNCHER_FILE = "launcher.jsonl"
@@ -137,3 +138,50 @@ RANK_RECORDS: dict[str, dict[str, str]] = {
 for _records in (LAUNCHER_RECORDS, RANK_RECORDS):
     for _fields in _records.values():
         _fields.update(_TIME)
+
+
+def reference() -> str:
+    """Return docs/journal.md."""
+    lines = [_HEAD, "", "| phase | what the rank does |", "|---|---|"]
+    lines += [f"| `{name}` | {doc} |" for name, doc in PHASE_DOCS.items()]
+    for title, kinds in ((f"`{LAUNCHER_FILE}`", LAUNCHER_RECORDS), ("`rank_N.jsonl`", RANK_RECORDS)):
+        lines += ["", f"## Records of {title}"]
+        for kind, fields in kinds.items():
+            lines += ["", f"### {kind}", "", "| field | meaning |", "|---|---|"]
+            lines += [f"| `{name}` | {doc} |" for name, doc in fields.items()]
+    return "\n".join(lines) + "\n"
+
+
+_HEAD = f"""# The journal of a run
+
+Each run writes down what it does, into the folder of its logs: `{LAUNCHER_FILE}` has what the launcher saw, and
+`rank_N.jsonl` what each rank did, step by step. It is what the panel, reports and verdicts are made of, and it is for
+your own tools, too: JSON lines, version {VERSION}.
+
+```sh
+tail -n 1 runs/calm-otter-4f2a/rank_0.jsonl
+jq -c 'select(.kind == "step") | [.step, .loss, .duration_s]' runs/calm-otter-4f2a/rank_0.jsonl
+```
+
+* Scripts with the engine get every field of `step`. Other scripts get steps too, counted by the first torch optimizer
+  that takes one, with waits for a `DataLoader`, `backward()`, the update and `torch.save`; the forward is part of
+  `script` there, and waiting for other ranks part of `backward`.
+* `launcher.log(step=step, accuracy=0.9)` adds values of your own, from any script that `launch` has started.
+* Each line is one object that begins with its `kind`. It is written by a thread of its own, which no step waits for; a
+  rank that is killed loses the last 0.2 s. Only the last line of a file may be cut off.
+* Ranks of other hosts send their records to the launcher, so that all files are in one folder. Times are those of the
+  host that wrote; `clock` and the two clocks in `job` and `rank` bring them together.
+* Steps shorter than 0.1 s share a record; with more than 64 ranks longer ones do, too. Each time that a file has grown
+  by {DOUBLED_EVERY_BYTES >> 20} MiB, records come half as often: a journal stays small, however long the run.
+* A restart has a folder of its own, `restart_1`. NaN and infinity are texts. Readers must skip kinds and fields that
+  they do not know.
+* Nothing in it is secret: arguments that look like secrets are masked, and of variables there are only names. The files
+  are yours alone, as the logs are. `--no-journal` switches it off.
+
+## Phases
+
+The seconds in `phases` exclude each other and add up to `duration_s`. On a GPU they are the device's own, from events
+that are asked later, never waited for."""
+
+if __name__ == "__main__":
+    sys.stdout.write(reference())
