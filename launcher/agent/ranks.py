@@ -13,22 +13,15 @@ import time
 
 from launcher.agent.oom import OomWatch
 from launcher.agent.spawn import read_object, read_record, spawn_rank, without_own_frames
-from launcher.agent.wire import MAX_READ_BYTES, STDERR, Exited, Outbox, Progress, Raised, Spawn, Stacks, Started
-from launcher.base.processes import state_of
+from launcher.agent.stacks import StackRequest
+from launcher.agent.wire import MAX_READ_BYTES, STDERR, Exited, Outbox, Progress, Raised, Spawn, Started
 from launcher.base.progress import read_counter
-from launcher.base.signals import STACKS_SIGNAL
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from launcher.agent.spawn import RankProcess
 
 _MAX_CRASH_BYTES = 1 << 20  # of stacks that are sent at once
-_STACKS_WAIT_S = 0.3  # faulthandler writes within milliseconds, on a busy machine a little later
-_WITHOUT_STACK = {  # by the state of the process
-    "T": "  (stopped by a signal: state T in /proc; kill -CONT {} continues it)\n",
-    "t": "  (stopped by a debugger: state t in /proc)\n",
-    "D": "  (waits for a device or a file system: state D in /proc)\n",
-}
 _DRAIN_S = 0.5  # how long a child that outlives a rank which exited with 0 may keep writing
 
 
@@ -42,7 +35,7 @@ class Ranks:
         self._by_pid: dict[int, RankProcess] = {}
         self._is_read = True  # their pipes are in the selector
         self._progress_at_s, self._progress_interval_s = 0.0, float("inf")
-        self._stacks_at_s: float | None = None  # when the stacks that were asked for are read
+        self._stack_request: StackRequest | None = None  # that was not answered yet
         self.all_exited_with_0 = True  # those that have exited
         self.has_descendants = False  # of the agent: ranks, their children, and orphans that it has adopted
 
@@ -129,13 +122,14 @@ class Ranks:
 
     # ---- progress ----
 
-    def dump_stacks(self) -> None:
-        """Have every rank write the stacks of its threads; `send_progress` sends them a moment later."""
-        self.signal(STACKS_SIGNAL)
-        self._stacks_at_s = time.monotonic() + _STACKS_WAIT_S
+    def dump_stacks(self, *, native: bool) -> None:
+        """Ask every rank what it is in; `send_progress` sends the answers as they come."""
+        if self._stack_request is not None:
+            self._stack_request.abandon()
+        self._stack_request = StackRequest(self._by_pid.values(), native=native)
 
     def send_progress(self) -> None:
-        """Send heartbeats that are new, and stacks that were asked for, when their time has come."""
+        """Send heartbeats that are new, and what ranks answer to a request for their stacks."""
         now_s = time.monotonic()
         if now_s >= self._progress_at_s:
             self._progress_at_s = now_s + self._progress_interval_s
@@ -145,12 +139,11 @@ class Ranks:
                     rank.progress = progress
                     self._outbox.send(Progress(rank.number, *progress.as_dict().values()))
                 self._send_crash(rank)  # of a fork: the rank itself may run for long after it
-        if self._stacks_at_s is not None and now_s >= self._stacks_at_s:
-            self._stacks_at_s = None
-            for rank in self._by_pid.values():
-                text = without_own_frames(_take_text(rank.stacks_file))
-                text = text or _WITHOUT_STACK.get(state_of(rank.pid), "").format(rank.pid)
-                self._outbox.send(Stacks(rank.number, text))
+        if self._stack_request is not None:
+            for answer in self._stack_request.take_answers():
+                self._outbox.send(answer)
+            if self._stack_request.is_over:
+                self._stack_request = None
 
     def send_raised(self) -> None:
         """Send at once which ranks have failed but not exited, behind what they wrote before."""
@@ -164,7 +157,7 @@ class Ranks:
 
     def longest_wait_s(self, longest_s: float, busy_s: float) -> float:
         """Return how long to wait for the next event: `busy_s` when an exit or stacks are to be sent soon."""
-        if self._stacks_at_s is not None or any(rank.status is not None for rank in self._by_pid.values()):
+        if self._stack_request is not None or any(rank.status is not None for rank in self._by_pid.values()):
             return busy_s
         return min(longest_s, self._progress_interval_s)
 
@@ -227,14 +220,3 @@ def set_watched(
         selector.register(descriptor, events, data)
     elif watched and not wanted:
         selector.unregister(descriptor)
-
-
-def _take_text(path: str) -> str:
-    """Return what a file holds and empty it; "" when there is none."""
-    try:
-        with open(path, "r+", encoding="utf-8", errors="replace") as file:
-            text = file.read()
-            file.truncate(0)
-    except OSError:
-        return ""
-    return text

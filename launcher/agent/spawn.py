@@ -14,7 +14,7 @@ import subprocess
 from launcher.agent.wire import JOURNAL, RESULT, STDERR, STDOUT, Spawn, SpawnFailed, is_sound_record
 from launcher.base import env
 from launcher.base.errors import LauncherError, UsageError
-from launcher.base.processes import allow_files, die_with_parent, give_limit, original_limit
+from launcher.base.processes import allow_files, allow_tracing, die_with_parent, give_limit, original_limit
 from launcher.base.progress import NO_PROGRESS, make_counter
 from launcher.base.units import format_bytes
 from launcher.cluster.devices import Devices, all_devices, rank_devices
@@ -32,8 +32,10 @@ _FILES_A_RANK = 4  # its three pipes and its counter; one pipe more where it mak
 _OWN_FILES = 24  # the agent's own, and those that are open while a rank is started
 _PIPE_BYTES = 1 << 20  # what a rank can write before it waits for the agent
 _MAX_LEFT_BYTES = 4 << 20  # of a file that a rank has left
+_NUM_RECORDED = "2000"  # collectives in torch's flight recorder: its own default, since torch has one that is not 0
 _LIBRARY = os.path.dirname(os.__file__)
 _FRAMES_OF = ("start.py", "worker.py", os.path.join("api", "rank.py"))  # lead to the user's code
+_LISTENER = ("launcher", "compat", "collectives.py")
 _HINTS = {
     errno.EAGAIN: "the limit of processes is reached: see ulimit -u, and pids.max of the container or cgroup",
     errno.EMFILE: "the limit of open files is reached: see ulimit -n",
@@ -62,6 +64,7 @@ class RankProcess:
         self.error_file, self.stacks_file = files[env.ERROR_FILE.name], files[env.STACKS_FILE.name]
         self.torch_error_file = files[env.TORCHELASTIC_ERROR_FILE.name]
         self.engine_file = files[env.ENGINE_FILE.name]
+        self.collectives_file = files[env.COLLECTIVES_FILE.name]
         self.crash_file, self.num_crash_bytes = files[env.CRASH_FILE.name], 0  # that were read from it
         self.progress: RankProgress = NO_PROGRESS  # as last sent
         self.status: int | None = None  # exit code or minus the signal, None while it runs
@@ -135,6 +138,8 @@ def rank_environment(
         # Without it every rank would start a thread per core of the whole machine.
         num_threads = max(1, len(os.sched_getaffinity(0)) // len(spec.rank_envs))
         environment[env.OMP_NUM_THREADS.name] = str(num_threads)
+    if env.NCCL_BUFFER_SIZE.name not in environment:
+        environment.setdefault(env.FR_BUFFER_SIZE.name, _NUM_RECORDED)
     environment[env.JOB_ID.name] = spec.job_id
     environment["PYTHONUNBUFFERED"] = "1"
     return environment | own
@@ -159,6 +164,7 @@ def spawn_rank(
             ("torch_error", env.TORCHELASTIC_ERROR_FILE),
             ("engine", env.ENGINE_FILE),
             ("progress", env.PROGRESS_FILE),
+            ("collectives", env.COLLECTIVES_FILE),
         )
     }
     passed = {env.ARGUMENTS_FD.name: _memory_file(marshal.dumps(arguments))}  # variable -> descriptor
@@ -179,8 +185,11 @@ def spawn_rank(
         """Runs in the child, and exec keeps it. The agent has one thread: no lock can be held forever there."""
         die_with_parent(agent_pid)
         give_limit(open_files)
+        allow_tracing(agent_pid)
 
     try:
+        with contextlib.suppress(OSError):  # a file system without pipes: the rank does not listen then
+            os.mkfifo(files[env.COLLECTIVES_FILE.name] + env.REQUEST_SUFFIX, 0o600)
         progress_fd = make_counter(files[env.PROGRESS_FILE.name])
         kept.append(progress_fd)
         if cores is not None:
@@ -289,8 +298,11 @@ def read_object(path: str) -> dict[str, Any] | None:
 def without_own_frames(text: str) -> str:
     """Return the stacks that faulthandler has written without the frames that have led to the user's code.
 
-    They are the last of each thread: our own, and those of runpy between them and a module or folder.
+    They are the last of each thread: our own, and those of runpy between them and a module or folder. The thread that
+    answers for its rank is left out.
     """
+    listener = f'  File "{os.path.join(package_root(), *_LISTENER)}"'
+    text = "\n\n".join(thread for thread in text.split("\n\n") if listener not in thread)
     own = [os.path.join(package_root(), "launcher", name) for name in _FRAMES_OF]
     starts = tuple(f'  File "{path}"' for path in (*own, "<frozen runpy>", os.path.join(_LIBRARY, "runpy.py")))
     kept: list[str] = []

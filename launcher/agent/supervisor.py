@@ -219,7 +219,7 @@ class Supervisor:
             self._lease_s = message.lease_s
             self._outbox.send(Pong(time.monotonic()))
         elif isinstance(message, DumpStacks):
-            self._ranks.dump_stacks()
+            self._ranks.dump_stacks(native=message.native)
         elif isinstance(message, Notify):
             self._ranks.signal(NOTICE_SIGNAL)
         elif isinstance(message, Sweep):

@@ -103,7 +103,9 @@ class Notify(Message):
 
 
 class DumpStacks(Message):
-    """Let every rank write its Python stacks, and send them."""
+    """Let every rank write its Python stacks and say which collectives it has entered, and send both."""
+
+    native: bool = False  # send the stacks of native code, too, where py-spy is installed
 
 
 class Sweep(Message):
@@ -203,6 +205,8 @@ class Stacks(Message):
 
     rank: int
     text: str  # "" for a rank that is not a Python script
+    collectives: dict[str, Any] | None = None  # what it has entered, see compat.collectives; None: no answer
+    why_silent: str = ""  # where it was asked for its collectives, and did not answer
 
 
 class Raised(Message):

@@ -76,6 +76,22 @@ STACKS_FILE = EnvVar(
     "where a rank dumps its Python stacks; unset before the script runs",
     "set",
 )
+COLLECTIVES_FILE = EnvVar(
+    "LAUNCH_COLLECTIVES_FILE",
+    "where a rank says which collectives it has entered (JSON), when its agent opens the pipe of that name and"
+    " `.request`",
+    "set",
+)
+REQUEST_SUFFIX = ".request"  # of the pipe beside COLLECTIVES_FILE
+FR_BUFFER_SIZE = EnvVar(
+    "TORCH_FR_BUFFER_SIZE",
+    "collectives that torch's flight recorder keeps, for the report of a hang; a value already set is kept, as is"
+    " TORCH_NCCL_TRACE_BUFFER_SIZE",
+    "set",
+)
+NCCL_BUFFER_SIZE = EnvVar(
+    "TORCH_NCCL_TRACE_BUFFER_SIZE", "the older name of TORCH_FR_BUFFER_SIZE, which is not set beside it", "read"
+)
 RESTART_COUNT = EnvVar("LAUNCH_RESTART_COUNT", "how often the job was started again, from 0", "set")
 TORCHELASTIC_RESTART_COUNT = EnvVar(
     "TORCHELASTIC_RESTART_COUNT", "same as LAUNCH_RESTART_COUNT, the name torchrun scripts read", "set"

@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
+_PR_SET_PTRACER = 0x59616D61
 SWEEP_INTERVAL_S = 0.05
 _SWEEP_S = 5.0
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -43,6 +44,15 @@ def die_with_parent(parent_pid: int) -> None:
     _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent_pid:  # it ended before the request was made
         os._exit(128 + signal.SIGKILL)
+
+
+def allow_tracing(pid: int) -> None:
+    """Let a process of this user and its descendants trace this one, also after an exec.
+
+    Where the kernel is strict (Yama's ptrace_scope 1, as Ubuntu has it), else only ancestors may: py-spy is none.
+    """
+    with contextlib.suppress(OSError):  # EINVAL: a kernel without Yama
+        _prctl(_PR_SET_PTRACER, pid)
 
 
 def _stat_of(pid: int) -> tuple[int, str, str] | None:

@@ -25,6 +25,9 @@ class Timeouts(Record):
     exec_goodbye_s: float = 5.0  # the same for `launch exec` and `launch check`
     sweep_s: float = 15.0  # lost hosts, all together: most are dead, and each would take its connect timeout
     stacks_s: float = 5.0  # agents' answers to a request for stack traces
+    native_stacks_s: float = 10.0  # the same where native stacks are asked for
+    collectives_s: float = 1.5  # a rank's answer to its agent, which collectives it has entered
+    py_spy_s: float = 2.0  # native stacks of the ranks of a host that do not answer; those that are asked for: twice
     stacks_command_s: float = 15.0  # `launch stacks`: the launcher of the job, and its agents
     kill_command_s: float = 30.0  # `launch kill`: beyond the grace, for a launcher that still sweeps lost hosts
     torch_facts_s: float = 120.0  # `launch report`: the first import of torch from a cold network disk

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import json
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -99,6 +100,26 @@ def default_store() -> Any:
 def num_groups() -> int:
     """Return how many process groups this process has made: torch names the next one by it."""
     return int(dist.distributed_c10d._world.group_count)
+
+
+def ranks_of_groups() -> dict[str, list[int]]:
+    """Return the ranks of the world that belong to each process group of this process, by the group's name."""
+    world = dist.distributed_c10d._world
+    return {world.pg_names[group]: sorted(ranks) for group, ranks in world.pg_group_ranks.items()}
+
+
+def recorded_collectives() -> list[dict[str, Any]]:
+    """Return what torch's flight recorders hold, oldest first; [] where this torch has none.
+
+    There are two: of NCCL, and of everything else. The stacks that they hold are left out: to look these up takes the
+    interpreter's lock while the recorder's own is held, in which a thread that records would wait for good.
+    """
+    entries: list[dict[str, Any]] = []
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        dump = getattr(torch._C._distributed_c10d, name, None)
+        if dump is not None:
+            entries += json.loads(dump()).get("entries", [])
+    return entries
 
 
 def is_recorded() -> bool:

@@ -18,6 +18,7 @@ from typing import Any
 
 from launcher.base import env
 from launcher.base.progress import phase
+from launcher.compat import collectives
 
 
 def changed_spec(name: str, path: Any, change: str) -> ModuleSpec | None:
@@ -42,7 +43,10 @@ class _ChangingLoader(SourceFileLoader):
 
 
 def shown_spec(spec: ModuleSpec | None) -> ModuleSpec | None:
-    """Return the spec of a module with a loader that shows its import on the panel of `launch`."""
+    """Return the spec of a module with a loader that shows its import on the panel of `launch`.
+
+    After that of torch the rank answers which collectives it has entered.
+    """
     if spec is not None and isinstance(spec.loader, SourceFileLoader):
         spec.loader = _ShowingLoader(spec.loader.name, spec.loader.path)
     return spec
@@ -52,10 +56,12 @@ class _ShowingLoader(SourceFileLoader):
     def exec_module(self, module: ModuleType) -> None:
         with phase(f"importing {self.name}"):
             super().exec_module(module)
-            if self.name == "torch" and env.JOURNAL_FD.name in os.environ:
-                # A script may have a module of its own by that name, or a torch that is not whole.
-                with contextlib.suppress(ImportError, AttributeError):
-                    importlib.import_module("launcher.monitor.plain").install()
+            if self.name == "torch":
+                collectives.listen()
+                if env.JOURNAL_FD.name in os.environ:
+                    # A script may have a module of its own by that name, or a torch that is not whole.
+                    with contextlib.suppress(ImportError, AttributeError):
+                        importlib.import_module("launcher.monitor.plain").install()
 
 
 def accelerate_on_cpu(module: Any) -> None:

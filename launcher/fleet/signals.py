@@ -13,6 +13,8 @@ from types import FrameType
 from launcher.base.signals import NOTICE_SIGNAL, take_held, term_is_notice
 
 STACKS_SIGNAL = signal.SIGQUIT  # Ctrl-\\: show the stacks of all ranks, and continue
+# `launch stacks --native`. Ignored by default: a launcher of an older version is not ended by it.
+NATIVE_STACKS_SIGNAL = signal.SIGURG
 SUSPEND_SIGNAL = signal.SIGTSTP  # Ctrl-Z
 # Signals within this time are one: GNU timeout sends its signal to a process and then to its group, systemd SIGTERM and
 # SIGHUP. Who presses Ctrl-C twice may be quicker.
@@ -24,7 +26,9 @@ class SignalQueue:
     """Remembers signals from their handlers; the main thread takes them out. One serves all runs of a job."""
 
     def __init__(
-        self, stop_signals: Sequence[int], others: Sequence[int] = (STACKS_SIGNAL, NOTICE_SIGNAL, SUSPEND_SIGNAL)
+        self,
+        stop_signals: Sequence[int],
+        others: Sequence[int] = (STACKS_SIGNAL, NATIVE_STACKS_SIGNAL, NOTICE_SIGNAL, SUSPEND_SIGNAL),
     ) -> None:
         """stop_signals: ask for the end. others: are remembered as well."""
         self.wake: Callable[[], None] = lambda: None  # ends the main thread's waiting; runs in signal handlers

@@ -39,10 +39,10 @@ from launcher.cluster.cluster import Host
 from launcher.fleet.agent_link import HEARTBEAT_INTERVAL_S
 from launcher.fleet.fleet import Fleet, sweep_lost_hosts
 from launcher.fleet.host_link import Event, HostEnded
-from launcher.fleet.signals import SignalQueue
+from launcher.fleet.signals import NATIVE_STACKS_SIGNAL, SignalQueue
 from launcher.job.display import Display
 from launcher.job.events import Failure, RunReport
-from launcher.job.hang import HangWatch, StackCollector, find_straggler
+from launcher.job.hang import HangWatch, StackCollector, name_hang
 from launcher.job.journal import RunJournal
 from launcher.job.logs import RunFolder
 from launcher.job.node import Node, Rank, describe_leftovers, pieces_of
@@ -216,7 +216,7 @@ class Controller:
             self._watcher.progress(event.rank, progress)
             self._journal.note_progress(event.rank, progress)
         elif isinstance(event, Stacks):
-            node.ranks[event.rank].stack = event.text
+            self._stacks.take(node.ranks[event.rank], event)
         elif isinstance(event, Started):
             node.ranks[event.rank].pid = event.pid
             self._watcher.started(event.rank)
@@ -319,13 +319,11 @@ class Controller:
 
     def _end_hang(self, hung: list[Rank]) -> None:
         """Stop the job because of the ranks that hang."""
-        straggler = find_straggler(hung)
-        rank = straggler or hung[0]
+        stuck = self._stacks.stuck
+        rank, reason = name_hang(hung, self._ranks, stuck, self._plan.hang_timeout_s or 0.0)
         node = next(node for node in self._nodes if rank.number in node.ranks)
-        reason = f"no progress for {self._plan.hang_timeout_s:g} s" + (f", {rank.phase}" if rank.phase else "")
-        reason += "" if straggler else ", all ranks alike"
-        self._root_cause.add_hang(node, rank, reason)
-        self._stop(f"rank {rank.number} hangs ({reason})", self._plan.grace_s)
+        self._root_cause.add_hang(node, rank, reason, stuck)
+        self._stop(f"rank {rank.number} " + (reason if stuck else f"hangs ({reason})"), self._plan.grace_s)
 
     def _hold_hang_watch(self) -> None:
         """Count the silence of ranks from now on: they had to wait for us."""
@@ -359,7 +357,7 @@ class Controller:
             elif number == NOTICE_SIGNAL:
                 self._pass_notice_on()
             else:
-                self._stacks.request(self._nodes)
+                self._stacks.request(self._nodes, native=number == NATIVE_STACKS_SIGNAL)
 
     def _stop_by_signal(self, number: int) -> None:
         name, is_first = signal.Signals(number).name, self._interrupt is None

@@ -16,6 +16,7 @@ from launcher.base.private_files import write_private
 
 if TYPE_CHECKING:
     from launcher.base.progress import RankProgress
+    from launcher.job.collectives import Stuck
     from launcher.plan.plan import JobPlan
     from launcher.planner.ladder import Advice, EngineFacts
 
@@ -49,6 +50,7 @@ class Failure:
     kind: FailureKind = FailureKind.RANK_FAILED
     hint: str | None = None  # what the user can do
     memory: str | None = None  # whose memory has ended, "device" or "host"; None: that was not it
+    stuck: Stuck | None = None  # of a rank that hangs: the collective that ranks wait in
     engine: EngineFacts | None = None  # what the rank's engine has said of itself; None: it built none
 
     @property

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
 
 from launcher.agent.wire import JOURNAL, PIECE_BYTES, RESULT, Call, LeftBehind, Output, Spawn, encode
 from launcher.base.errors import ProtocolError
@@ -13,6 +13,7 @@ from launcher.base.processes import original_limit
 from launcher.base.progress import STARTING
 from launcher.cluster.cluster import NodePlacement
 from launcher.fleet.agent_link import AgentLink
+from launcher.job.collectives import Stream
 from launcher.job.display import Display
 from launcher.job.journal import RunJournal
 from launcher.job.logs import RankLog, RunFolder
@@ -39,6 +40,8 @@ class Rank:
     raised_s: float | None = None  # since when it has been on its way out with an exception
     has_traceback: bool = False  # its traceback is in its log
     stack: str | None = None  # its answer to the last request for stacks
+    streams: Mapping[str, Stream] = field(default_factory=dict)  # of collectives, by the same answer
+    why_silent: str = ""  # it was asked for these, and its Python cannot answer
 
 
 # ---- One host of a run ----

@@ -20,6 +20,7 @@ from launcher.agent.wire import Exited, Raised, SpawnFailed
 from launcher.base.exit_codes import ExitCode, shell_code
 from launcher.base.signals import term_is_notice
 from launcher.fleet.agent_link import AgentLink
+from launcher.job.collectives import Stuck
 from launcher.job.events import Failure, FailureKind, describe_status, signal_name
 from launcher.job.node import Node, Rank
 from launcher.planner.ladder import DEVICE, HOST, EngineFacts
@@ -170,8 +171,11 @@ class RootCause:
         reason = f"launch was suspended for {away_s:.0f} s"
         self._add_host_failure(node, FailureKind.HOST_LOST, ExitCode.UNREACHABLE, reason, away_s=away_s)
 
-    def add_hang(self, node: Node, rank: Rank, reason: str) -> None:
-        """Keep a rank that makes no progress; its stack is shown in place of a traceback."""
+    def add_hang(self, node: Node, rank: Rank, reason: str, stuck: Stuck | None = None) -> None:
+        """Keep a rank that makes no progress; its stack is shown in place of a traceback.
+
+        stuck: the collective that others wait in for it.
+        """
         now_s = time.monotonic()
         failure = _failure_of(
             node,
@@ -181,6 +185,7 @@ class RootCause:
             reason=reason,
             traceback=rank.stack or "",
             kind=FailureKind.RANK_HANGS,
+            stuck=stuck,
         )
         self._hang = Candidate(False, Moment(now_s), failure)
 

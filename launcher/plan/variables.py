@@ -28,6 +28,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 # Of the variables that ranks get from `launch`, those that a file or an option may still change.
 _CHANGEABLE = {
     env.OMP_NUM_THREADS,
+    env.FR_BUFFER_SIZE,
     env.RESUME,
     env.RESTART_COUNT,
     env.TORCHELASTIC_RESTART_COUNT,
@@ -234,7 +235,8 @@ FORWARDED_NAMES = (
 
 def forwarded(environ: Mapping[str, str]) -> dict[str, str]:
     """Return what of the launcher's environment goes to ranks on other hosts."""
-    own = {variable.name for variable in env.ALL if variable.direction == "set"} - {env.OMP_NUM_THREADS.name}
+    kept = {env.OMP_NUM_THREADS.name, env.FR_BUFFER_SIZE.name}  # a value of the user's counts
+    own = {variable.name for variable in env.ALL if variable.direction == "set"} - kept
     return {
         name: value
         for name, value in environ.items()

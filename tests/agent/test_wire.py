@@ -82,7 +82,7 @@ MESSAGES = st.one_of(
         TEXT,
         st.none() | st.dictionaries(TEXT, TEXT | INTEGERS),
     ),
-    st.builds(DumpStacks),
+    st.builds(DumpStacks, st.booleans()),
     st.builds(
         Progress,
         INTEGERS,
@@ -92,7 +92,7 @@ MESSAGES = st.one_of(
         TEXT,
         st.none() | INTEGERS,
     ),
-    st.builds(Stacks, INTEGERS, TEXT),
+    st.builds(Stacks, INTEGERS, TEXT, st.none() | st.dictionaries(TEXT, TEXT | INTEGERS), TEXT),
 )
 
 

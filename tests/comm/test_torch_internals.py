@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any, ClassVar
 
 import pytest
@@ -160,3 +161,33 @@ def test_profilers_are_noticed() -> None:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         assert state() == (True, True)
     assert state() == (False, False)
+
+
+def test_the_flight_recorder_says_which_collectives_were_entered_in_which_group() -> None:
+    """As JSON with the names and units that `launcher.compat.collectives` reads."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+    try:
+        group = dist.new_group([0], group_desc="a purpose")
+        dist.all_reduce(torch.ones(2, 3, dtype=torch.float64), group=group)
+        dist.all_reduce(torch.ones(4))
+        members = torch_internals.ranks_of_groups()
+        own = [entry for entry in torch_internals.recorded_collectives() if entry["process_group"][0] in members]
+        by_purpose = {entry["process_group"][1]: entry for entry in own}
+        assert set(by_purpose) == {"default_pg", "a purpose"}
+        assert {tuple(ranks) for ranks in members.values()} == {(0,)}
+        entry = by_purpose["a purpose"]
+        assert (entry["profiling_name"], entry["collective_seq_id"], entry["is_p2p"]) == ("gloo:all_reduce", 1, False)
+        assert (entry["input_sizes"], entry["input_dtypes"]) == ([[2, 3]], ["Double"])
+        assert abs(time.time_ns() - entry["time_created_ns"]) < 600e9
+        deadline_s = time.monotonic() + 60
+        while not all(entry["retired"] for entry in torch_internals.recorded_collectives()):  # by a thread of gloo
+            assert time.monotonic() < deadline_s
+    finally:
+        dist.destroy_process_group()
+
+
+def test_a_torch_without_a_flight_recorder_has_recorded_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
+        monkeypatch.delattr(torch._C._distributed_c10d, name, raising=False)
+    assert torch_internals.recorded_collectives() == []

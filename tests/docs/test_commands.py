@@ -35,6 +35,7 @@ TO_DEEPSPEED = "tests/checkpoint/test_to_deepspeed.py"
 EXPORT, TO_FP32 = "tests/checkpoint/test_export.py", "tests/checkpoint/test_to_fp32.py"
 IMPORT = "tests/checkpoint/test_deepspeed.py::test_the_command_imports_a_tag_once"
 REPORT = "tests/cli/test_report.py::test_the_text_names_every_section"
+HANG = "tests/job/test_collectives.py::test_a_plain_job_says_who_is_missing_in_which_collective"
 STACKS = "tests/job/test_hang.py::test_stacks_on_demand_leave_the_job_alone"
 TRAIN_GPT = "tests/e2e/test_train_gpt.py"
 TRAINER = "tests/huggingface/test_example.py::test_its_loss_falls_and_its_model_is_saved"
@@ -94,6 +95,8 @@ ELSEWHERE = {
     "launch deepspeed-command remove": f"{DEEPSPEED_COMMAND}::test_it_is_installed_and_removed",
     "launch stacks JOB": STACKS,
     "launch stacks calm-otter-4f2a": STACKS,
+    "launch stacks --native calm": HANG,
+    "launch stacks --native JOB": HANG,
     "launch stacks --all calm": "tests/job/test_hang.py::test_launch_stacks_folds_ranks_that_stand_alike",
     "launch sbatch --nodes 2 --gpus-per-node 8 --time 20:00:00 --submit train.py": (
         "tests/slurm/test_sbatch.py::test_a_chain_runs_one_after_the_other"
@@ -147,7 +150,6 @@ OTHERS = {
     "pip install 'launch-zero @ git+https://...'",
     "pip install '.[notebook]'",
     "source .venv/bin/activate",
-    "py-spy dump --native --pid PID",
 }
 BENCHMARK = re.compile(r"((?:benchmarks|tests/soak)/(\w+))\.py")
 # Words that the pages use where a reader writes his own -> those of the sandbox, in this order.

@@ -134,10 +134,12 @@ def test_what_auto_becomes_without_a_trainer() -> None:
 
 
 def test_the_lines_of_a_hang_are_in_the_code() -> None:
-    code = (ROOT / "launcher/job/controller.py").read_text()
+    code = "".join(
+        (ROOT / "launcher/job" / name).read_text() for name in ("controller.py", "hang.py", "collectives.py")
+    )
     shown = printed("asking all ranks")
     assert f"in a forward without gradients: {EVALUATION_HINT}" in shown
-    for words in ("s: asking all ranks for their stacks", ", all ranks alike", "no progress for "):
+    for words in ("s: asking all ranks for their stacks", "hangs: ", "waits in a circle: ", "no progress for "):
         assert words in code
         assert words in shown
 

@@ -27,8 +27,8 @@ from launcher.cli.console.lines import MixedLines
 from launcher.cli.console.streams import say_waiting, show_table
 from launcher.cli.options.command import Number
 from launcher.cluster.nodeset import fold
-from launcher.fleet.signals import STACKS_SIGNAL
-from launcher.job.hang import group_by_stack
+from launcher.fleet.signals import NATIVE_STACKS_SIGNAL, STACKS_SIGNAL
+from launcher.job.hang import group_by_stack, summary_of
 from launcher.plan.plan import DEFAULT_LEASE_S
 from launcher.registry.log_reader import LogReader
 from launcher.registry.registry import JobEntry, all_jobs, find_job, process_identity, send_signal
@@ -53,6 +53,7 @@ _STACKS_EPILOG = """\b
 examples:
   launch stacks calm-otter-4f2a
   launch stacks --all calm
+  launch stacks --native calm
 """
 
 
@@ -221,8 +222,14 @@ def _sweep(entry: JobEntry) -> None:
 @click.option(
     "--all", "shows_all", is_flag=True, help="Every rank's stack trace. Default: ranks with identical ones are grouped."
 )
-def stacks(job: str, shows_all: bool) -> None:
-    """Print the Python stack traces of all ranks of JOB, which continues. JOB is an id of `launch ps`, or its start."""
+@click.option(
+    "--native", is_flag=True, help="Also the stacks of native code, by py-spy, which each host must have installed."
+)
+def stacks(job: str, shows_all: bool, native: bool) -> None:
+    """Print the Python stack traces of all ranks of JOB, which continues. JOB is an id of `launch ps`, or its start.
+
+    Where ranks wait in a collective, the first lines say in which, and for which rank.
+    """
     entry = find_job(job)
     if entry.state == "elsewhere":
         raise UsageError(
@@ -232,12 +239,14 @@ def stacks(job: str, shows_all: bool) -> None:
         raise UsageError(f"{entry.job_id} has ended", hint=f"what its ranks wrote: launch logs {entry.job_id}")
     folder = Path(entry.run_folder)
     before = _stacks_files(folder)
-    if not send_signal(entry, STACKS_SIGNAL):
+    if not send_signal(entry, NATIVE_STACKS_SIGNAL if native else STACKS_SIGNAL):
         raise UsageError(f"{entry.job_id} has just ended", hint=f"launch logs {entry.job_id}")
     text = _wait_for_stacks(folder, before)
     if shows_all:
         click.echo(printable(text))
         return
+    if summary := summary_of(text):
+        click.echo(printable(summary) + "\n")
     for ranks, stack in group_by_stack(text):
         click.echo(click.style(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:", bold=True))
         click.echo(printable(stack))
