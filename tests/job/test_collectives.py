@@ -8,7 +8,7 @@ import re
 import signal
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from harness import scripts
@@ -18,7 +18,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from launcher.job.collectives import Account, Call, Kind, Stream, Stuck, find_stuck, named_ranks, streams_of
-from launcher.job.hang import place_of
+from launcher.job.hang import find_straggler, format_stacks, group_by_stack, name_hang, place_of, summary_of
+from launcher.job.logs import RankLog
+from launcher.job.node import Rank
 
 REDUCE = Call(5, "all_reduce", "16 × float32")
 
@@ -207,6 +209,37 @@ def test_the_place_of_a_rank_is_in_the_users_code() -> None:
     assert place_of("\n".join([head, *lines])) == "train.py:88 in load_batch"
     assert place_of("\n".join([head, lines[0]])) == "threading.py:3 in wait"
     assert place_of("  (no Python stack)") == ""
+
+
+def ranks_of(num_ranks: int) -> list[Rank]:
+    return [Rank(number, cast(RankLog, None), moved_s=0.0, num_heartbeats=5) for number in range(num_ranks)]
+
+
+def test_what_is_known_of_a_collective_beats_guesses() -> None:
+    ranks = ranks_of(3)
+    ranks[0].num_heartbeats = 4  # behind the others
+    assert find_straggler(ranks) is ranks[0]
+    found = conclusion(stream(5, 5), stream(5, 5), stream(4))
+    assert find_straggler(ranks, found) is ranks[2]
+    rank, reason = name_hang(ranks[:1], ranks, found, 60.0)  # it need not be silent itself: it may print
+    assert rank is ranks[2]
+    assert reason == f"hangs: {found.reason}; no progress for 60 s"
+    assert name_hang(ranks, ranks, None, 60.0)[1] == "no progress for 60 s, starting Python"
+
+
+def test_ranks_that_wait_for_one_that_has_exited_hang_for_it() -> None:
+    ranks = ranks_of(3)
+    ranks[2].is_running = False
+    rank, reason = name_hang(ranks[:2], ranks, conclusion(stream(5, 5), stream(5, 5), stream(4)), 60.0)
+    assert rank is ranks[0]
+    assert reason.startswith("hangs: waits in all_reduce #5 of the world (16 × float32) for rank 2, which has exited;")
+
+
+def test_the_summary_is_above_the_stacks_and_no_stack() -> None:
+    text = format_stacks({0: "a\n", 1: "a\n", 2: ""}, ["rank 2 has not entered it", "more"])
+    assert summary_of(text) == "rank 2 has not entered it\nmore"
+    assert [ranks for ranks, _ in group_by_stack(text)] == [[2], [0, 1]]
+    assert summary_of(format_stacks({0: "a\n"})) == ""
 
 
 # ---- Real jobs ----
