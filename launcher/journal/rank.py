@@ -9,6 +9,7 @@ business.
 from __future__ import annotations
 
 import atexit
+import errno
 import json
 import math
 import os
@@ -41,7 +42,7 @@ class RankJournal:
 
     def __init__(self, descriptor: int) -> None:
         """descriptor: the agent reads the other end."""
-        self._descriptor = descriptor
+        self._descriptor, self._pipe = descriptor, os.fstat(descriptor).st_ino
         self._queue: deque[dict[str, Any]] = deque()
         self._num_dropped = 0
         self.num_bytes = 0
@@ -81,8 +82,11 @@ class RankJournal:
         self._samplers.append(sampler)
 
     def flush(self) -> None:
-        """Write what is there. Waits for the agent to read."""
+        """Write what is there. Waits for the agent to read. Raises: OSError where the pipe is closed."""
         with self._lock:
+            # A script may have closed descriptors that it does not know, and then opened a file of its own there.
+            if os.fstat(self._descriptor).st_ino != self._pipe:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             while self._queue:
                 self._write(self._queue.popleft())
             if self._num_dropped:
@@ -104,7 +108,7 @@ class RankJournal:
                 for sampler in self._samplers:
                     sampler()
                 self.flush()
-        except OSError:  # the agent has gone, and this process is about to go too
+        except OSError:  # the script has closed the pipe; or the agent has gone, and this process is about to go too
             self._is_over.set()
             global _is_off
             _is_off = True
