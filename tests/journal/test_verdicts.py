@@ -1,0 +1,273 @@
+"""Each fault gives its own verdict, with the right rank, and no other; a healthy run, however noisy, gives none."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import pytest
+from harness.journals import START_S, FakeJob, changed, longer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from launcher.journal.checks import RULES
+from launcher.journal.verdicts import Verdict, Verdicts
+
+MIB = 1 << 20
+
+
+def _names(verdicts: list[Verdict]) -> list[tuple[str, int | None]]:
+    return [(each.name, each.rank) for each in verdicts]
+
+
+def _samples(ranks: set[int], count: int = 20, **fields: Any) -> list[tuple[int | None, dict[str, Any]]]:
+    return [
+        (rank, {"kind": "sample", "time_s": START_S + 5.0 * number, **fields})
+        for number in range(count)
+        for rank in ranks
+    ]
+
+
+def _saves(ranks: set[int], duration_s: float) -> list[tuple[int | None, dict[str, Any]]]:
+    return [
+        (rank, {"kind": "save", "time_s": START_S + 10.0 * n, "path": "last.pt", "duration_s": duration_s})
+        for n in range(1, 6)
+        for rank in ranks
+    ]
+
+
+def _without_loader(_rank: int, _step: int, record: dict[str, Any]) -> None:
+    del record["phases"]["data"]
+
+
+FAULTS: dict[str, tuple[FakeJob, tuple[str, int | None], str]] = {
+    "slow rank": (
+        FakeJob(changes=(longer("forward", 0.1, {2}),)),
+        ("straggler", 2),
+        "rank 2 (node-b) is slow: 100 ms more than the others in each step",
+    ),
+    "slow rank of two": (FakeJob(2, 1, changes=(longer("script", 0.2, {1}),)), ("straggler", 1), "rank 1 is slow"),
+    "slow rank without the engine": (
+        FakeJob(is_plain=True, changes=(longer("script", 0.1, {3}),)),
+        ("straggler", 3),
+        "in the forward pass or the script's own work",
+    ),
+    "slow host": (
+        FakeJob(changes=(longer("backward", 0.1, {2, 3}),), num_ranks=6, num_hosts=3),
+        ("slow_host", None),
+        "node-b",
+    ),
+    "slow input": (FakeJob(changes=(longer("data", 0.1),)), ("input", None), "each rank waits 102 ms of each step"),
+    "slow input of one rank": (FakeJob(changes=(longer("data", 0.1, {1}),)), ("input", 1), "rank 1 (node-a) waits"),
+    "slow script": (FakeJob(changes=(_without_loader, longer("script", 0.1))), ("input", None), "the script itself"),
+    "slow input without the engine": (
+        FakeJob(is_plain=True, changes=(longer("data", 0.1, {0}),)),
+        ("input", 0),
+        "rank 0 (node-a) waits",
+    ),
+    "garbage collection of one rank": (FakeJob(changes=(longer("gc", 0.06, {1}),)), ("gc", 1), "of rank 1 (node-a)"),
+    "garbage collection in turns": (
+        FakeJob(changes=tuple(longer("gc", 0.1, {rank}, every=5 + rank) for rank in range(4))),
+        ("gc", None),
+        "all ranks",
+    ),
+    "slow network": (FakeJob(changes=(longer("communication", 0.4),)), ("communication", None), "communication"),
+    "slower than at first": (
+        FakeJob(changes=(longer("backward", 0.15, first_step=120),)),
+        ("slowdown", None),
+        "the backward has grown",
+    ),
+    "slow saves": (FakeJob(extra=_saves({0, 1, 2, 3}, 2.0)), ("slow_saves", None), "waits 20% of the time"),
+    "slow saves of one rank": (
+        FakeJob(extra=_saves({0, 1, 2}, 0.1) + _saves({3}, 3.0)),
+        ("slow_saves", 3),
+        "rank 3 (node-b) waits 30%",
+    ),
+    "memory creep": (
+        FakeJob(
+            changes=(changed({1}, 1, memory_bytes=lambda _, step: 1024 * MIB + step * MIB + 9 * MIB * (step % 7)),)
+        ),
+        ("memory", 1),
+        "rank 1 (node-a) creeps up",
+    ),
+    "NaN on all ranks": (FakeJob(changes=(changed(loss="nan"),)), ("nan", None), "the loss is not finite"),
+    "infinite norm": (FakeJob(changes=(changed(norm="inf"),)), ("nan", None), "the norm is not finite"),
+    "NaN of one rank first": (
+        FakeJob(changes=(changed(first_step=51, loss="nan"), changed({2}, loss="nan"))),
+        ("bad_data", 2),
+        "is not finite",
+    ),
+    "loss spike": (
+        FakeJob(changes=(changed(first_step=200, loss=lambda loss, _: loss * 4),)),
+        ("loss_spike", None),
+        "the loss is",
+    ),
+    "bad data of one rank": (
+        FakeJob(changes=(changed({1}, 1, loss=lambda loss, _: loss * 3),)),
+        ("bad_data", 1),
+        "that of the others is",
+    ),
+    "bad data of one of two": (
+        FakeJob(2, 1, changes=(changed({1}, 150, loss=lambda loss, _: loss * 4),)),
+        ("bad_data", 1),
+        "and was",
+    ),
+    "loss scale": (
+        FakeJob(
+            changes=(changed(first_step=1, loss_scale=1024.0, skipped=lambda _, step: int(step > 100 and step % 2)),)
+        ),
+        ("loss_scale", None),
+        "of the steps update nothing",
+    ),
+    "loss scale at its minimum": (FakeJob(changes=(changed(loss_scale=1.0),)), ("loss_scale", None), "it is 1"),
+    "throttled": (
+        FakeJob(extra=_samples({2}, throttled="heat")),
+        ("clocks", 2),
+        "node-b, rank 2 (node-b) are lowered: heat",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_gives_its_verdict_alone(name: str) -> None:
+    job, expected, words = FAULTS[name]
+    verdicts = job.verdicts()
+    assert _names(verdicts) == [expected], verdicts
+    assert words in verdicts[0].text
+    assert verdicts[0].next == RULES[verdicts[0].name].next
+
+
+@pytest.mark.parametrize("name", ["slow rank", "slow input", "garbage collection of one rank", "slow host"])
+def test_a_fault_is_found_in_noise(name: str) -> None:
+    job, expected, _ = FAULTS[name]
+    noisy = FakeJob(**{**vars(job), "noise": 0.15, "seed": 5})
+    assert expected in _names(noisy.verdicts())
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.integers(0, 10_000),
+    st.floats(0.0, 0.3),
+    st.sampled_from([1, 2, 3, 8]),
+    st.booleans(),
+    st.floats(0.02, 3.0),
+)
+def test_noise_gives_none(seed: int, noise: float, num_ranks: int, is_plain: bool, scale: float) -> None:
+    job = FakeJob(num_ranks, 1, 250, is_plain, noise, seed, scale=scale)
+    assert job.verdicts() == []
+
+
+def test_below_the_deadband_is_nothing() -> None:
+    assert FakeJob(changes=(longer("forward", 0.009, {1}),)).verdicts() == []
+
+
+@pytest.mark.parametrize(("time_s", "severity"), [(0.03, "warning"), (0.08, "critical")])
+def test_severity_is_the_share_of_an_iteration(time_s: float, severity: str) -> None:
+    (verdict,) = FakeJob(changes=(longer("forward", time_s, {1}),)).verdicts()
+    assert verdict.severity == severity
+    assert verdict.share == pytest.approx(time_s / (0.206 + time_s), rel=0.01)
+
+
+def test_says_since_when_and_until_when() -> None:
+    def change(rank: int, step: int, record: dict[str, Any]) -> None:
+        if rank == 1 and 100 <= step < 200:
+            record["phases"]["backward"] += 0.1
+
+    (verdict,) = FakeJob(changes=(change,)).verdicts()
+    assert 85 <= (verdict.since_step or 0) <= 101
+    assert 200 <= (verdict.until_step or 0) <= 235
+
+
+def test_a_few_slow_steps_are_nothing() -> None:
+    assert FakeJob(changes=(longer("forward", 3.0, {1}, every=60),), num_steps=400).verdicts() == []
+    assert FakeJob(changes=(longer("data", 2.0, every=100),), num_steps=400).verdicts() == []
+
+
+def test_warming_up_is_nothing() -> None:
+    def compile(rank: int, step: int, record: dict[str, Any]) -> None:
+        if step <= 4:
+            record["phases"]["forward"] += 20.0 / (rank + 1)
+            record["memory_bytes"] = step * 100 * MIB
+
+    assert FakeJob(changes=(compile,)).verdicts() == []
+
+
+def test_memory_that_levels_off_is_no_creep() -> None:
+    def grow(_: int, step: int) -> int:
+        return int((1024 + 400 * (1 - 0.99**step)) * MIB)
+
+    assert FakeJob(changes=(changed(None, 1, memory_bytes=grow),), num_steps=600).verdicts() == []
+
+
+def test_who_waits_is_not_named() -> None:
+    """A rank that waits for a network, and for nobody: its own time is that of the others."""
+    names = _names(FakeJob(changes=(longer("communication", 0.2, {3}),)).verdicts())
+    assert ("straggler", 3) not in names
+
+
+def test_one_spike_is_nothing() -> None:
+    assert FakeJob(changes=(lambda r, s, rec: rec.update(loss=50.0) if s == 200 else None,)).verdicts() == []
+
+
+def _progress(time_s: float, beats: dict[int, int]) -> tuple[None, dict[str, Any]]:
+    ranks = [[rank, count, count, None, "training", None] for rank, count in beats.items()]
+    return None, {"kind": "progress", "time_s": START_S + time_s, "ranks": ranks}
+
+
+def _fed(records: list[tuple[int | None, dict[str, Any]]]) -> Verdicts:
+    verdicts = Verdicts()
+    verdicts.feed(None, FakeJob().job_record())
+    for rank, record in records:
+        verdicts.feed(rank, record)
+    return verdicts
+
+
+def test_the_one_rank_that_has_stopped_is_named() -> None:
+    records = [_progress(t, dict.fromkeys(range(4), t)) for t in range(1, 10)]
+    verdicts = _fed(records + [_progress(t, {0: t, 1: t, 3: t}) for t in range(10, 35)])
+    assert _names(verdicts.current(START_S + 35)) == [("silent", 2)]
+    behind = _fed([*records, _progress(10, {0: 10, 1: 10, 3: 10})])
+    assert behind.current(START_S + 20) == []
+    (verdict,) = behind.current(START_S + 60)
+    assert _names([verdict]) == [("silent", 2)]
+    assert "rank 2 (node-b) has made no progress for 51.0 s (training)" in verdict.text
+    even = _fed(records)
+    assert even.current(START_S + 600) == []  # an evaluation, a save: nobody is behind
+
+
+def test_the_first_failure_is_told_with_what_was_raised() -> None:
+    failure = {"kind": "rank failed", "host": "node-b", "rank": 2, "exit_code": 1, "reason": "exit code 1"}
+    verdicts = _fed(
+        [
+            (None, {"kind": "raised", "time_s": START_S, "rank": 2, "type": "OSError", "message": "File too large\nx"}),
+            (None, {"kind": "end", "time_s": START_S + 1, "exit_code": 1, "duration_s": 1.0, "failure": failure}),
+        ]
+    )
+    (verdict,) = verdicts.current()
+    assert verdict.text == "rank 2 (node-b) failed first: exit code 1; OSError: File too large"
+    assert verdict.severity == "critical"
+
+
+@pytest.mark.parametrize("value", [None, "text", -1, [], {}, 1e400])
+def test_records_with_other_fields_are_no_error(value: object) -> None:
+    job = FakeJob(2, 1, 60)
+    for field in ("step", "phases", "loss", "duration_s", "memory_bytes", "num_steps", "time_s", "norm"):
+        verdicts = Verdicts()
+        for rank, record in job.records():
+            verdicts.feed(rank, {**record, field: value} if record["kind"] == "step" else record)
+        verdicts.current()
+
+
+def test_ten_thousand_ranks_cost_little() -> None:
+    """A record costs microseconds, and a look less than the second that it has."""
+    job = FakeJob(10_000, 100, 12, scale=10.0, changes=(longer("forward", 2.0, {77}, 1),))
+    verdicts, records = Verdicts(), list(job.records())
+    begin_s = time.process_time()
+    for rank, record in records:
+        verdicts.feed(rank, record)
+    per_record_s = (time.process_time() - begin_s) / len(records)
+    begin_s = time.process_time()
+    verdicts.current()
+    look_s = time.process_time() - begin_s
+    assert per_record_s < 200e-6
+    assert look_s < 1.0
