@@ -20,6 +20,7 @@ from launcher.base.errors import ProtocolError, UsageError
 from launcher.base.units import counted
 from launcher.cli.console.lines import MixedLines
 from launcher.job.events import Failure, RunReport, Watcher
+from launcher.journal.verdicts import Verdict
 from launcher.plan.plan import JobPlan
 
 TakeLine = Callable[[int, str, str], object]  # gets rank, "stdout" or "stderr", and a line without its end
@@ -93,6 +94,12 @@ class Output(Watcher):
 
     def stacks(self, text: str, path: str) -> None:
         self.warning(f"{text}\nstacks of all ranks: {path}")
+
+    def verdict(self, verdict: Verdict) -> None:
+        if verdict.until_step is None:
+            self.warning(f"{verdict.text}; next: {verdict.next}")
+        else:
+            self.say(f"no longer, since step {verdict.until_step}: {verdict.text}")
 
     def finish(self) -> None:
         """Show what had no line end."""

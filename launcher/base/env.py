@@ -65,6 +65,7 @@ JOURNAL_FD = EnvVar(
     "where a rank writes its journal, as PID:DESCRIPTOR: a child of the rank has none (`--no-journal`: no rank has)",
     "set",
 )
+FAULTS = EnvVar("LAUNCH_FAULTS", "the faults that ranks rehearse (`--fault`); at the first start only", "set")
 PROGRESS_FILE = EnvVar("LAUNCH_PROGRESS_FILE", "where `launcher.heartbeat()` counts", "set")
 CRASH_FILE = EnvVar(
     "LAUNCH_CRASH_FILE",

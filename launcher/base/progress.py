@@ -8,6 +8,7 @@ shows them.
 from __future__ import annotations
 
 import contextlib
+import importlib
 import mmap
 import os
 
@@ -16,7 +17,7 @@ from launcher.base.record import Record
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
 # Heartbeats, step, steps in all (int64), loss (float64), phase: all that is known is in the memory, as a rank may
 # import this file twice. No reader sees a part of a number. Of a phase that changes just then it may; it looks again.
@@ -24,6 +25,7 @@ _LOSS, _PHASE, _MAX_PHASE_BYTES = 3, 32, 40
 _NUM_BYTES = _PHASE + _MAX_PHASE_BYTES
 _NO_STEP, _NO_LOSS = -1, float("nan")
 _shared: mmap.mmap | None = None
+_after_step: Callable[[int], None] | None = None  # where faults are rehearsed
 
 STARTING = "starting Python"
 TRAINING = "training"
@@ -56,6 +58,10 @@ def heartbeat(loss: float | None = None) -> None:
     Raises: TypeError for a value that is not a number; nothing is counted then.
     """
     update_progress(beats=1, loss=None if loss is None else _number(loss))
+    if _after_step is not None and _shared is not None:
+        heartbeats, step = memoryview(_shared).cast("q")[:2]
+        if step == _NO_STEP:  # nothing else counts steps
+            _after_step(heartbeats)
 
 
 def _number(loss: object) -> float:
@@ -106,6 +112,8 @@ def update_progress(
     shared = _memory()
     if shared is not None:
         _write(shared, beats, step, total_steps, loss, phase)
+        if step is not None and _after_step is not None:
+            _after_step(step)
 
 
 def _write(
@@ -129,12 +137,14 @@ def _write(
 
 
 def _memory() -> mmap.mmap | None:
-    global _shared
+    global _shared, _after_step
     path = os.environ.get(env.PROGRESS_FILE.name) if _shared is None else None
     if path is not None:
         # Without it the agent has gone, and this rank is about to go too.
         with contextlib.suppress(OSError), open(path, "r+b") as file:
             _shared = mmap.mmap(file.fileno(), _NUM_BYTES)
+        if env.FAULTS.name in os.environ:
+            _after_step = importlib.import_module("launcher.journal.faults").Faults().after_step
     return _shared
 
 

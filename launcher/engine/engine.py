@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineAssertionError, EngineError
 from launcher.base.log import get_logger
-from launcher.base.progress import BETWEEN_STEPS, EVALUATING, TRAINING, heartbeat, phase, update_progress
+from launcher.base.progress import BETWEEN_STEPS, EVALUATING, TRAINING, phase, update_progress
 from launcher.checkpoint.formats.source import RunState
 from launcher.checkpoint_files.place import place_of
 from launcher.comm.torch_internals import is_profiler_open
@@ -277,7 +277,7 @@ class Engine(nn.Module):
                 return
             is_alone = self.world_size == 1 and self._num_summed == 0 and self._reduces_at_boundary()
             self._pass.take_set_gradients(self.module.parameters(), may_count=is_alone)
-        heartbeat()
+        update_progress(beats=1)
         self._sharded.reducer.withdraw()
         boundary = self.is_gradient_accumulation_boundary()
         if boundary:

@@ -82,7 +82,7 @@ class Watch:
         self._is_idle = self._timer is None and self._memory is None and self._profile is None
         self._clock = step_clock()
         journal = own_journal()
-        self._recorder = None if journal is None else StepRecorder(journal, self._clock, group.device)
+        self._recorder = None if journal is None else StepRecorder(journal, self._clock, model, group.device)
         if self._recorder is not None:
             self._clock.has_engine = True
             observe.follow_waits(functools.partial(_communication, self._clock))

@@ -30,6 +30,7 @@ from launcher.agent.wire import (
 )
 from launcher.base.errors import Diagnostic, LauncherError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.faults import PREEMPT
 from launcher.base.fields import named
 from launcher.base.progress import RankProgress
 from launcher.base.signals import NOTICE_SIGNAL
@@ -47,6 +48,8 @@ from launcher.job.journal import RunJournal
 from launcher.job.logs import RunFolder
 from launcher.job.node import Node, Rank, describe_leftovers, pieces_of
 from launcher.job.root_cause import RootCause
+from launcher.job.verdicts import RunVerdicts
+from launcher.journal.totals import Totals
 from launcher.plan.plan import JobPlan
 from launcher.planner.ladder import Advice, advice_for
 from launcher.transport.api import Transport
@@ -63,15 +66,21 @@ class Controller:
     """One run. Use once, on one thread: `Controller(plan, transport_for, display, signals).run()`."""
 
     def __init__(
-        self, plan: JobPlan, transport_for: Callable[[Host], Transport], watcher: Display, signals: SignalQueue
+        self,
+        plan: JobPlan,
+        transport_for: Callable[[Host], Transport],
+        watcher: Display,
+        signals: SignalQueue,
+        totals: Totals | None = None,
     ) -> None:
-        """signals: listening, and the same for all runs of a job."""
+        """signals: listening, and the same for all runs of a job, as `totals`: what these have trained."""
         self._plan = plan
         self._transport_for = transport_for
         self._watcher = watcher
         self._signals = signals
         self._files = RunFolder(plan, watcher, signals.take_cancel)
         self._journal = RunJournal(plan, self._files, watcher.warning)
+        self._verdicts = RunVerdicts(self._journal, watcher, totals or Totals(), self._rehearse_fault)
         self._fleet = Fleet(
             [Node(placement, plan, self._files, self._journal, watcher) for placement in plan.placement.nodes],
             transport_for,
@@ -200,6 +209,7 @@ class Controller:
         self._journal.look(now_s, lambda: {node.name: node.clock_offset_s for node in self._nodes})
         for node, error in self._fleet.lost(now_s):  # a network separates them from us
             self._lose_host(node, str(error))
+        self._verdicts.look(now_s)
         self._check_progress(now_s)
         self._check_raised(now_s)
         if now_s >= self._late_stop_s:
@@ -380,6 +390,11 @@ class Controller:
             if node.has_running_ranks:
                 node.send(Notify())
 
+    def _rehearse_fault(self, name: str) -> None:
+        """Do the launcher's part of a fault that a rank has begun, see `base.faults`. Any thread."""
+        if name == PREEMPT:
+            self._signals.ask(NOTICE_SIGNAL)
+
     def _suspend(self) -> None:
         """Do what Ctrl-Z asks for. Agents hear of it first: the ranks are to be there when the user comes back."""
         self._watcher.suspending()
@@ -433,6 +448,8 @@ class Controller:
             advice=_advice(failure, self._plan),
         )
         self._journal.end(report)
+        verdicts, training = self._verdicts.end(self._signals.take_cancel)
+        report = dataclasses.replace(report, verdicts=verdicts, training=training)
         self._journal.close()
         self._files.close()
         self._files.save(report)

@@ -17,6 +17,8 @@ from launcher.base.private_files import write_private
 if TYPE_CHECKING:
     from launcher.base.progress import RankProgress
     from launcher.job.collectives import Stuck
+    from launcher.journal.totals import Training
+    from launcher.journal.verdicts import Verdict
     from launcher.plan.plan import JobPlan
     from launcher.planner.ladder import Advice, EngineFacts
 
@@ -76,6 +78,10 @@ class RunReport:
     left_pids: tuple[tuple[str, tuple[int, ...]], ...] = ()  # host, and processes there that could not be killed
     restart: int = 0  # how often the job had been started before
     advice: Advice | None = None  # what needs less memory, after an end for lack of it
+    verdicts: tuple[
+        Verdict, ...
+    ] = ()  # what was wrong with it: what still was at its end, the worst first, then the rest
+    training: Training | None = None  # what the job has trained, over all its starts; None: no rank has told steps
 
     def save(self, folder: Path, earlier: Sequence[RunReport] = ()) -> None:
         """Write the report as `report.json`, whole or not at all. Raises: OSError.
@@ -146,6 +152,9 @@ class Watcher:
 
     def warning(self, text: str) -> None:
         """Something is not as it should be; the run continues."""
+
+    def verdict(self, verdict: Verdict) -> None:
+        """Something about the training is wrong, has become worse, or, with an `until_step`, is gone."""
 
     def suspending(self) -> None:
         """The user pressed Ctrl-Z: the launcher is about to be suspended, while the ranks run on."""

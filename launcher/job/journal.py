@@ -36,7 +36,7 @@ _PACKAGE_FOLDER = re.compile(r"(?P<name>.+?)-(?P<version>\d[^-]*)\.dist-info")
 
 
 class RunJournal:
-    """Writes the journal of one run. Its methods are for the controller's thread, but for `write_rank`: any thread."""
+    """Writes the journal of one run. `add` and `write_rank` are for any thread, the rest for the controller's."""
 
     def __init__(self, plan: JobPlan, files: RunFolder, warn: Callable[[str], object]) -> None:
         self._plan, self._files, self._warn = plan, files, warn
@@ -46,6 +46,8 @@ class RunJournal:
         self._progress: dict[int, RankProgress] = {}  # news that are not written
         self._progress_at_s = self._clock_at_s = 0.0
         self._interval_s = max(_PROGRESS_INTERVAL_S, plan.placement.world_size / _RANKS_A_SECOND)
+        self._on_record: Callable[[dict[str, Any]], object] = lambda record: None
+        self._on_rank: Callable[[int, bytes], object] = lambda rank, data: None
 
     def begin(self) -> None:
         """Write the head: what this run is, and soon after it, from another thread, the environment."""
@@ -67,13 +69,20 @@ class RunJournal:
             cwd=plan.cwd,
             variables=sorted({*plan.given_env, *plan.forwarded_env}),
             rungs=list(plan.rungs),
+            faults=list(plan.faults) if plan.restart == 0 else [],
         )
         threading.Thread(target=self._add_environment, name="environment", daemon=True).start()
 
+    def follow(self, on_record: Callable[[dict[str, Any]], object], on_rank: Callable[[int, bytes], object]) -> None:
+        """Have every record of the launcher, and all that ranks send, passed on as well. Any thread."""
+        self._on_record, self._on_rank = on_record, on_rank
+
     def add(self, kind: str, **fields: Any) -> None:
-        """Add a record of the launcher. Does not wait for the disk."""
+        """Add a record of the launcher. Does not wait for the disk. Any thread."""
         if self._is_on:
-            data = encoded({"kind": kind, "time_s": round(time.time(), 4), **fields})
+            record = {"kind": kind, "time_s": round(time.time(), 4), **fields}
+            data = encoded(record)
+            self._on_record(record)
             self._num_bytes += len(data)
             self._files.put(lambda: self._append(LAUNCHER_FILE, data))
 
@@ -113,6 +122,7 @@ class RunJournal:
             then()
 
         self._files.put(write)
+        self._on_rank(rank, data)
 
     def close(self) -> None:
         """Close the files, later."""

@@ -18,6 +18,7 @@ from launcher.job.controller import Controller
 from launcher.job.display import Display
 from launcher.job.events import RunReport, Watcher
 from launcher.job.logs import RunFolder
+from launcher.journal.totals import Totals
 from launcher.plan.plan import LADDER, JobPlan
 from launcher.plan.planning import Job
 from launcher.planner.ladder import Rung
@@ -60,10 +61,12 @@ def run_job(job: Job, first: JobPlan, display: Display, signals: SignalQueue) ->
     Raises: LauncherError when the first run could not be started.
     """
 
+    totals = Totals()
+
     def run(plan: JobPlan) -> RunReport:
         display.wait_for_room()
         job.transports.prepare([node.host for node in plan.placement.nodes])
-        return Controller(plan, job.transports.for_host, display, signals).run(lambda: job.mesh_of(plan))
+        return Controller(plan, job.transports.for_host, display, signals, totals).run(lambda: job.mesh_of(plan))
 
     max_restarts, is_in_slurm = job.request.max_restarts, job.here.in_allocation
     policy = RestartPolicy(

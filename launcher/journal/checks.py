@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import itertools
 import math
-import statistics
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from launcher.base.units import format_bytes, format_duration
-from launcher.journal.evidence import Evidence, RankEvidence, Record, Window, spread
+from launcher.journal.evidence import Evidence, RankEvidence, Record, Window, mean, median, median_low, spread
 from launcher.journal.records import COMMUNICATION, DATA, FORWARD, GC, PHASES, SAVE, SCRIPT
 
 DEADBAND, WARNING, CRITICAL = 0.05, 0.10, 0.20  # shares of an iteration
 
+_NOISE_OF_LOAD = 0.2  # of the time in which a rank waits for a processor
 _EXPLAINED = 0.8  # of its victims' waiting, by a straggler
 _LEAST_EXCESS_S = 0.002  # of a step: below it is what any call of Python may take
 _LEAST_STEP_S = 0.02  # of steps that are shorter much is overhead, whatever one does
@@ -30,6 +30,7 @@ _LEAST_FLOORS, _RISING, _LEAST_RISE, _LEAST_RISE_BYTES = 16, 0.85, 0.05, 32 << 2
 _SATURATED = 0.6  # a rise whose second half is less than so much of the first one's levels off
 _SPIKES = 3  # records in a row
 _FINITE_AGAIN = 5
+_TOLD_S = 10.0
 _SETTLED_STEPS = 50  # a loss scale is found within them
 _PATIENCE_S = 2.0  # for other ranks to tell that their loss is not finite either
 _SILENT_S, _STILL_S = 20.0, 40.0  # one rank alone; all of them
@@ -71,9 +72,23 @@ class State:
     evidence: Evidence = field(default_factory=Evidence)
     first: list[Window] = field(default_factory=list)  # how the run was when it was well
     noise: float = 0.0  # how much the pace changes from one window to the next, as a share
+    shares: dict[int, float] = field(default_factory=dict)  # by rank: how much slower than others, in the last window
+    changes: deque[float] = field(default_factory=lambda: deque(maxlen=16))  # of these, from window to window
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=16))
     ended: Record | None = None
     raised: dict[int, str] = field(default_factory=dict)
+
+    @property
+    def unevenness(self) -> float:
+        """How much the differences between ranks change from one window to the next, as a share."""
+        return median(self.changes) if self.changes else 0.0
+
+    def note_shares(self, shares: dict[int, float]) -> None:
+        """Note how much slower than the others each rank is in a window, as a share."""
+        changes = [abs(share - self.shares[rank]) for rank, share in shares.items() if rank in self.shares]
+        if changes:
+            self.changes.append(median(changes))
+        self.shares = shares
 
     def add(self, window: Window) -> None:
         """Take a window into what later ones are compared with."""
@@ -81,7 +96,7 @@ class State:
             self.first.append(window)
         self.paces.append(window.iteration_s)
         changes = [abs(after - before) for before, after in itertools.pairwise(self.paces)]
-        self.noise = statistics.median(changes) / statistics.median(self.paces) if changes else 0.0
+        self.noise = median(changes) / median(self.paces) if changes else 0.0
 
 
 # ---- Of a window ----
@@ -91,15 +106,18 @@ def check_ranks(state: State, window: Window) -> Iterator[Finding]:
     """Find ranks that are slower than the median of the others, and hosts all of whose ranks are."""
     if len(window.ranks) < 2:
         return
-    waits, saves = window.phase(window.wait_phase), window.phase(SAVE)
+    waits, saves = window.waits(), window.phase(SAVE)
     own = [step - wait - save for step, wait, save in zip(window.step_s, waits, saves, strict=True)]
     ordered_own, ordered_waits = sorted(own), sorted(waits)
+    usual_wait = median_low(window.waits_for_cpu)
+    excesses = [each - _median_of_others(ordered_own, each) for each in own]
+    state.note_shares({rank: each / window.iteration_s for rank, each in zip(window.ranks, excesses, strict=True)})
     slow: dict[int, tuple[float, float]] = {}  # by place in the window: adjusted share, seconds
-    for place in range(len(window.ranks)):
-        excess_s = own[place] - _median_of_others(ordered_own, own[place])
-        # What the rank was ready to compute and had no processor for is the host's load, and noise.
-        usable_s = excess_s - window.waits_for_cpu[place] * window.step_s[place]
-        share = usable_s / window.iteration_s - state.noise
+    for place, excess_s in enumerate(excesses):
+        # What a rank waits for a processor more than the others is its host's load; what all wait makes noise.
+        waits_more = max(0.0, window.waits_for_cpu[place] - usual_wait)
+        usable_s = excess_s - waits_more * window.step_s[place]
+        share = usable_s / window.iteration_s - state.unevenness - _NOISE_OF_LOAD * window.waits_for_cpu[place]
         if share < DEADBAND or excess_s < _LEAST_EXCESS_S:
             continue
         waited_s = _median_of_others(ordered_waits, waits[place]) - waits[place]
@@ -107,7 +125,7 @@ def check_ranks(state: State, window: Window) -> Iterator[Finding]:
             slow[place] = share, excess_s
     if slow:
         ordered = {
-            name: sorted(values) for name, values in window.phases.items() if name not in (window.wait_phase, SAVE)
+            name: sorted(values) for name, values in window.phases.items() if name not in (*window.wait_phases, SAVE)
         }
         found = {place: _slow_rank(state, window, place, ordered, *each) for place, each in slow.items()}
         yield from _by_host(window, found)
@@ -161,16 +179,16 @@ def check_input(state: State, window: Window) -> Iterator[Finding]:
     name = DATA if DATA in window.phases else SCRIPT if FORWARD in window.phases else None
     if name is None or window.iteration_s < _LEAST_STEP_S:
         return
-    time_s = window.median(name)
+    time_s = window.usual(name)
     share = time_s / window.iteration_s
     what = "the next batch" if name == DATA else "the script itself, between its steps"
     facts = {"who": "each rank" if len(window.ranks) > 1 else "the rank", "what": what, "time": _time(time_s)}
-    yield Finding("input", share - (0.0 if name == DATA else state.noise), facts=facts, raw=share)
+    yield Finding("input", share - (0.0 if name == DATA else state.unevenness), facts=facts, raw=share)
 
 
 def check_communication(state: State, window: Window) -> Iterator[Finding]:
     """Find that also the rank that waits least spends much of its time in collectives: nobody else explains it."""
-    if len(window.ranks) < 2 or COMMUNICATION not in window.phases or window.iteration_s < _LEAST_STEP_S:
+    if len(window.ranks) < 2 or window.wait_phases != (COMMUNICATION,) or window.iteration_s < _LEAST_STEP_S:
         return
     shares = [wait / step for wait, step in zip(window.phase(COMMUNICATION), window.step_s, strict=True) if step]
     place = min(range(len(shares)), key=shares.__getitem__)
@@ -201,15 +219,15 @@ def check_pace(state: State, window: Window) -> Iterator[Finding]:
     if len(state.first) < _NUM_PACES:
         return
     before = [each.iteration_s for each in state.first]
-    usual_s = statistics.median(before)
+    usual_s = median(before)
     if window.iteration_s < max(_SLOWER * usual_s, 1.1 * max(before)) or window.iteration_s < _LEAST_STEP_S / 2:
         return
-    growth = {
-        name: window.median(name) - statistics.median(each.median(name) for each in state.first) for name in PHASES
-    }
+    growth = {name: window.usual(name) - median(each.usual(name) for each in state.first) for name in PHASES}
     phase = max(growth, key=growth.__getitem__)
     raw = 1 - usual_s / window.iteration_s
-    share = raw - state.noise - statistics.median(window.waits_for_cpu)
+    load = median(window.waits_for_cpu)
+    more = max(0.0, load - min(median(each.waits_for_cpu) for each in state.first))
+    share = raw - state.noise - more - _NOISE_OF_LOAD * load
     facts = {"now": _time(window.iteration_s), "usual": _time(usual_s), "phase": _phase_text(window, phase)}
     yield Finding("slowdown", share, facts=facts, raw=raw)
 
@@ -227,7 +245,7 @@ def check_losses(state: State, window: Window) -> Iterator[Finding]:
     if len(known) < 3:
         return
     ordered = sorted(loss for _, loss in known)
-    middle, usual = statistics.median(ordered), spread(ordered)
+    middle, usual = median(ordered), spread(ordered)
     for place, loss in known:
         others = _median_of_others(ordered, loss)
         if abs(loss - middle) > max(8 * usual, abs(others) / 2):
@@ -245,7 +263,7 @@ def check_losses(state: State, window: Window) -> Iterator[Finding]:
 def look_losses(state: State, now_s: float) -> Iterator[Finding]:
     """Find losses that are not finite, or far above what they were: of one rank, or of the run."""
     ranks = state.evidence.ranks
-    bad = {number: rank for number, rank in ranks.items() if rank.nonfinite and rank.num_finite < _FINITE_AGAIN}
+    bad = {number: rank for number, rank in ranks.items() if _is_bad(rank, now_s)}
     if bad:
         yield from _nonfinite(state, bad, now_s)
         return
@@ -266,10 +284,17 @@ def look_losses(state: State, now_s: float) -> Iterator[Finding]:
         yield Finding("bad_data", 1.0, number, ranks[number].host or None, facts, step)
 
 
+def _is_bad(rank: RankEvidence, now_s: float) -> bool:
+    """Whether a rank has told a number that is not finite, and not since then several that are, for a while."""
+    return bool(rank.nonfinite) and (rank.num_finite < _FINITE_AGAIN or now_s - rank.nonfinite_s < _TOLD_S)
+
+
 def _nonfinite(state: State, bad: dict[int, RankEvidence], now_s: float) -> Iterator[Finding]:
     """Yield the ranks on which it began, where those are few; else that it is so."""
     first = min(rank.nonfinite[0] for rank in bad.values() if rank.nonfinite)
     sources = [number for number, rank in bad.items() if rank.nonfinite and rank.nonfinite[0] == first]
+    # The norm is that of all ranks: a loss says more.
+    sources = [number for number in sources if (bad[number].nonfinite or (0, ""))[1] == "loss"] or sources
     with_loss = [number for number, rank in state.evidence.ranks.items() if rank.losses.has_any or number in bad]
     since_s = now_s - min(rank.nonfinite_s for rank in bad.values())
     if len(bad) < len(with_loss) and since_s < _PATIENCE_S and state.ended is None:
@@ -305,7 +330,7 @@ def look_saves(state: State, _now_s: float) -> Iterator[Finding]:
         if len(rank.saves) < _LEAST_SAVES:
             continue
         times = [duration_s for _, duration_s in rank.saves][1:]
-        span_s, means[number] = rank.saves[-1][0] - rank.saves[0][0], statistics.fmean(times)
+        span_s, means[number] = rank.saves[-1][0] - rank.saves[0][0], mean(times)
         if span_s >= _LEAST_SPAN_S and means[number] >= _LEAST_SAVE_S and sum(times) / span_s >= DEADBAND:
             slow[number] = sum(times) / span_s, means[number]
     if not slow:
@@ -313,7 +338,7 @@ def look_saves(state: State, _now_s: float) -> Iterator[Finding]:
     worst = max(slow, key=slow.__getitem__)
     share, mean_s = slow[worst]
     others = [mean for number, mean in means.items() if number != worst]
-    is_alone = bool(others) and mean_s > 2 * statistics.median(others)
+    is_alone = bool(others) and mean_s > 2 * median(others)
     facts = {"who": state.evidence.where(worst) if is_alone else "the training", "time": _time(mean_s)}
     named = worst if is_alone else None
     yield Finding("slow_saves", share, named, state.evidence.hosts.get(worst) if is_alone else None, facts, raw=share)
@@ -365,7 +390,7 @@ def look_progress(state: State, now_s: float) -> Iterator[Finding]:
     }
     if len(running) < 2 or state.ended is not None:
         return
-    usual_s = statistics.median(state.paces) if state.paces else 0.0
+    usual_s = median(state.paces) if state.paces else 0.0
     alone_s, all_s = (max(limit_s, _SILENT_STEPS * usual_s) for limit_s in (_SILENT_S, _STILL_S))
     last = max(rank.moved_s for rank in running.values())
     silent = [number for number, rank in running.items() if last - rank.moved_s >= alone_s]

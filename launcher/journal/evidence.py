@@ -8,9 +8,8 @@ additions; medians over ranks are taken once a window.
 from __future__ import annotations
 
 import math
-import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -89,7 +88,7 @@ class LossHistory:
             self._first = loss
         if len(self._usual) >= _LEAST_LOSSES and self._num_new >= _LOSSES_A_LOOK:
             self._num_new = 0
-            self._median = statistics.median(self._usual)
+            self._median = median(self._usual)
             far = max(_FAR_SPREADS * spread(self._usual), abs(self._median) / 2, abs(self._first) / 10)
             self._limit = self._median + far
 
@@ -154,7 +153,7 @@ class Window:
     hosts: list[str]
     step_s: list[float]
     phases: dict[str, list[float]]  # seconds of a step
-    wait_phase: str  # in which a rank waits for others
+    wait_phases: tuple[str, ...]  # in which a rank waits for others
     waits_for_cpu: list[float]
     losses: list[float | None]  # means
     skipped: float  # share of steps
@@ -162,15 +161,19 @@ class Window:
     @cached_property
     def iteration_s(self) -> float:
         """The seconds of a step: the median of ranks."""
-        return statistics.median(self.step_s)
+        return median(self.step_s)
 
     def phase(self, name: str) -> list[float]:
         """Return the seconds of a phase by rank."""
         return self.phases.get(name) or [0.0] * len(self.ranks)
 
-    def median(self, name: str) -> float:
+    def waits(self) -> list[float]:
+        """Return the seconds of a step by rank in which others may have been waited for."""
+        return [sum(each) for each in zip(*(self.phase(name) for name in self.wait_phases), strict=True)]
+
+    def usual(self, name: str) -> float:
         """Return the median of a phase over ranks; of two the lesser: what both have."""
-        return statistics.median_low(self.phase(name))
+        return median_low(self.phase(name))
 
 
 class Evidence:
@@ -235,9 +238,9 @@ class Evidence:
                 name: [rank.sums.phases.get(name, 0.0) / rank.sums.num_steps for _, rank in found] for name in names
             },
             # Without the engine a rank waits for the others inside of `backward()`.
-            wait_phase=COMMUNICATION if COMMUNICATION in names or FORWARD in names else BACKWARD,
+            wait_phases=(COMMUNICATION,) if FORWARD in names else (BACKWARD, COMMUNICATION),
             waits_for_cpu=[rank.waits_for_cpu for _, rank in found],
-            losses=[statistics.fmean(rank.sums.losses) if rank.sums.losses else None for _, rank in found],
+            losses=[mean(rank.sums.losses) if rank.sums.losses else None for _, rank in found],
             skipped=skipped,
         )
         for _, rank in found:
@@ -252,9 +255,27 @@ def number(record: Record, name: str) -> Any:
     return value if isinstance(value, (int, float)) else 0
 
 
+def median(values: Iterable[float]) -> float:
+    """Return the median. (`statistics` would load a fifth of the standard library into the launcher.)"""
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2
+
+
+def median_low(values: Iterable[float]) -> float:
+    """Return the median, of an even number of values the lesser of the two in the middle."""
+    ordered = sorted(values)
+    return ordered[(len(ordered) - 1) // 2]
+
+
+def mean(values: Sequence[float]) -> float:
+    """Return the mean."""
+    return math.fsum(values) / len(values)
+
+
 def spread(values: Sequence[float]) -> float:
     """Return the median distance from the median, scaled as a standard deviation: outliers do not move it."""
     if not values:
         return 0.0
-    middle = statistics.median(values)
-    return 1.4826 * statistics.median(abs(value - middle) for value in values)
+    middle = median(values)
+    return 1.4826 * median(abs(value - middle) for value in values)

@@ -19,6 +19,7 @@ from collections import deque
 
 from launcher.base import env
 from launcher.journal.records import DOUBLED_EVERY_BYTES, VERSION
+from launcher.journal.sample import Sampler
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -61,6 +62,7 @@ class RankJournal:
             pid=self.pid,
             monotonic_s=time.monotonic(),
         )
+        self._sampler = Sampler(self)
         self._thread = threading.Thread(target=self._write_on, name="journal", daemon=True)
         self._thread.start()
         atexit.register(self.close)
@@ -105,6 +107,7 @@ class RankJournal:
             is_over = False
             while not is_over:
                 is_over = self._is_over.wait(_FLUSH_INTERVAL_S)
+                self._sampler.look()
                 for sampler in self._samplers:
                     sampler()
                 self.flush()

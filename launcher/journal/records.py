@@ -46,6 +46,7 @@ LAUNCHER_RECORDS: dict[str, dict[str, str]] = {
         "cwd": "working directory",
         "variables": "names of the environment variables that ranks were given",
         "rungs": "how the ladder of --on-oom has changed the config, in order",
+        "faults": "what is rehearsed in it: the values of --fault",
     },
     "environment": {
         "packages": "name and version of each Python package of the launcher's environment",
@@ -75,6 +76,9 @@ LAUNCHER_RECORDS: dict[str, dict[str, str]] = {
         "host": "the host it is about, or null",
         "text": "one sentence with the evidence",
         "next": "what to do",
+        "since_step": "the first step of the evidence, or null",
+        "share": "of an iteration; null: it is no matter of time",
+        "until_step": "the step at which it was gone; null: it holds",
     },
     "end": {
         "exit_code": "of the run",
@@ -124,13 +128,21 @@ RANK_RECORDS: dict[str, dict[str, str]] = {
     "sample": {
         "resident_bytes": "memory of this process",
         "cpu_s": "processor time of this process so far",
-        "throttled": "how often, or why, the clocks were lowered since the last sample; null where that is not known",
+        "cpu_wait_s": "how long, so far, the thread that waited most was ready to run without a processor; null where"
+        " the kernel does not tell",
+        "throttled": "why the clocks were lowered since the last sample; empty: they were not; null where that is not"
+        " known",
         "energy_j": "used by the rank's device so far; null where the hardware does not tell",
         "gc_longest_s": "the longest pause of the garbage collector since the last sample",
     },
     "nonfinite": {
-        "module": "the first module whose output or gradient was not finite",
-        "what": "`output` or `gradient`",
+        "step": "number of the optimizer step",
+        "what": "`loss` or `norm`; with a module `output` or `gradient`",
+        "module": "the first module whose output or gradient was not finite; null: not known",
+    },
+    "fault": {
+        "name": "of the fault that is rehearsed from now on (`--fault`)",
+        "step": "number of the step, or heartbeat, after which it was done",
     },
     "log": {"values": "what the script gave to `launcher.log(...)`"},
     "dropped": {"num_records": "lost because the journal could not be written as quickly"},

@@ -9,20 +9,22 @@ from __future__ import annotations
 
 import heapq
 import math
-import statistics
 from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from launcher.journal.checks import DEADBAND, LOOKS, RULES, WINDOW_CHECKS, Finding, Rule, State
-from launcher.journal.evidence import RankEvidence, Record, Window
+from launcher.journal.evidence import RankEvidence, Record, Window, median
 from launcher.journal.read import TryJournal
 
 _GONE_AFTER = 3  # windows in which it is not so
 _FORMING = 3  # windows in which it is so: what it may explain waits
 _LOOK_INTERVAL_S = 1.0  # of a journal that is complete
 _SEVERITIES = ("warning", "critical")
+
+
+Key = tuple[str, "int | None", "str | None"]
 
 
 @dataclass(frozen=True)
@@ -40,7 +42,7 @@ class Verdict:
     until_step: int | None = None  # when it was gone; None: it still is so
 
     @property
-    def key(self) -> tuple[str, int | None, str | None]:
+    def key(self) -> Key:
         """What tells two verdicts apart."""
         return self.name, self.rank, self.host
 
@@ -69,7 +71,7 @@ class _Case:
             self.raw.append(finding.raw)
         if len(self.shares) < self.rule.num_windows:
             return
-        middle = statistics.median(self.shares)
+        middle = median(self.shares)
         severity = "critical" if middle >= self.rule.critical else "warning" if middle >= self.rule.warning else None
         if severity == "critical" or self.severity is None:  # it does not get milder while it holds
             self.severity = severity or self.severity
@@ -78,7 +80,7 @@ class _Case:
         """Return it in words."""
         finding, rule = self.last, self.rule
         assert finding is not None
-        share = statistics.median(self.raw) if self.raw else None
+        share = median(self.raw) if self.raw else None
         facts = {**finding.facts, "percent": f"{share or 0.0:.0%}"}
         return Verdict(
             rule.name,
@@ -90,9 +92,6 @@ class _Case:
             finding.step or self.since_step,
             None if share is None else round(share, 4),
         )
-
-
-Key = tuple[str, "int | None", "str | None"]
 
 
 class Verdicts:
@@ -150,6 +149,10 @@ class Verdicts:
         self._held = found
         return sorted(found.values(), key=_order)
 
+    def gone(self, key: Key) -> Verdict | None:
+        """Return a verdict that is no longer so."""
+        return self._over.get(key)
+
     def all(self, now_s: float | None = None) -> list[Verdict]:
         """Return what is wrong, and behind it what was and is gone."""
         current = self.current(now_s)
@@ -167,7 +170,7 @@ class Verdicts:
         for key in [key for key in self._cases if key not in found]:
             case = self._cases[key]
             case.num_missed += 1
-            if case.severity is None or case.num_missed >= _GONE_AFTER:
+            if case.num_missed >= (_GONE_AFTER if case.severity else 2 if len(case.shares) >= _FORMING else 1):
                 del self._cases[key]
         for key, finding in found.items():
             case = self._cases.get(key) or self._cases.setdefault(key, self._new_case(finding, window))
@@ -257,7 +260,7 @@ def _add_step(state: State, number: int | None, record: Record) -> Window | None
     is_finite = not isinstance(loss, str) and (not isinstance(norm, str) or bool(record.get("skipped")))
     if not is_finite:
         _note_nonfinite(rank, record, "loss" if isinstance(loss, str) else "norm")
-    else:
+    elif loss is not None or norm is not None:
         rank.num_finite += 1
         if isinstance(loss, (int, float)):
             rank.losses.add(step, loss)

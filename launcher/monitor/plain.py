@@ -1,4 +1,5 @@
-"""What a rank's journal has of a script without the engine: steps, waits for data, backward passes, saves.
+"""What a rank's journal has of a script without the engine: steps, waits for data and collectives, backward passes,
+saves.
 
 Installed in a rank of `launch` once torch is imported. A few functions of torch then enter a phase of the step's clock;
 their results are their own. A step is a call of `step()` of the optimizer that was the first to take one. In a process
@@ -8,6 +9,7 @@ with an engine the engine counts the steps.
 from __future__ import annotations
 
 import functools
+import math
 import time
 from collections.abc import Callable
 from typing import Any
@@ -18,7 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from launcher.base.progress import update_progress
 from launcher.comm.torch_internals import loader_iterator
 from launcher.journal.rank import RankJournal, own_journal
-from launcher.journal.records import BACKWARD, DATA, SAVE, UPDATE
+from launcher.journal.records import BACKWARD, COMMUNICATION, DATA, SAVE, UPDATE
 from launcher.journal.steps import StepClock, step_clock
 from launcher.monitor.meters import memory_use
 
@@ -34,9 +36,19 @@ def install() -> None:
     iterator = loader_iterator()
     iterator.__next__ = _within(clock, DATA, iterator.__next__)
     backward: Any = torch.Tensor.backward
-    torch.Tensor.backward = _within(clock, BACKWARD, backward)  # type: ignore[method-assign]
+    if torch.distributed.is_available():  # what a collective that is not asynchronous waits in; DDP's own are in C++
+        work: Any = torch.distributed.Work
+        work.wait = _within(clock, COMMUNICATION, work.wait)
     torch.save = torch.serialization.save = _saving(journal, clock, torch.save)
     steps = _PlainSteps(journal, clock)
+    inside = _within(clock, BACKWARD, backward)
+
+    @functools.wraps(backward)
+    def watched(loss: Any, *arguments: Any, **options: Any) -> Any:
+        steps.note_loss(loss)
+        return inside(loss, *arguments, **options)
+
+    torch.Tensor.backward = watched  # type: ignore[method-assign, assignment]
     register_optimizer_step_pre_hook(steps.begin_update)
     register_optimizer_step_post_hook(steps.end_update)
 
@@ -59,6 +71,8 @@ def _saving(journal: RankJournal, clock: StepClock, call: Callable[..., Any]) ->
 
     @functools.wraps(call)
     def saving(obj: Any, f: Any, *arguments: Any, **options: Any) -> Any:
+        if clock.is_in(SAVE):  # part of the engine's
+            return call(obj, f, *arguments, **options)
         start_s = time.perf_counter()
         try:
             return within(obj, f, *arguments, **options)
@@ -80,6 +94,23 @@ class _PlainSteps:
         self._duration_s = self._slowest_s = 0.0
         self._phases: dict[str, float] = {}
         self._update = clock.inside(UPDATE)
+        self._has_nan = False  # a loss was; infinite ones are what a gradient scaler expects
+        self._copy: torch.Tensor | None = None  # of a loss on a GPU, in pinned memory: read once it has long arrived
+
+    def note_loss(self, loss: Any) -> None:
+        """A backward pass begins at `loss`, whatever that is. Never waits for a device."""
+        if self._has_nan or self._clock.has_engine or not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            return
+        if loss.device.type == "cpu":
+            self._look(loss.detach())
+        elif self._copy is None:
+            self._copy = torch.zeros((), pin_memory=True)
+            self._copy.copy_(loss.detach(), non_blocking=True)
+
+    def _look(self, loss: torch.Tensor) -> None:
+        if loss.is_floating_point() and math.isnan(loss.item()):
+            self._has_nan = True
+            self._journal.add("nonfinite", step=self._num_done + 1, what="loss", module=None)
 
     def begin_update(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
         """An optimizer is about to take a step."""
@@ -108,6 +139,9 @@ class _PlainSteps:
             self._phases[name] = self._phases.get(name, 0.0) + time_s
         if self._duration_s < self._journal.record_interval_s:
             return
+        if self._copy is not None:
+            copy, self._copy = self._copy, None
+            self._look(copy)
         group = optimizer.param_groups[0]
         param = next(iter(group["params"]), None)
         use = memory_use(torch.device("cpu") if param is None else param.device)

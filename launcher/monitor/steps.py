@@ -6,24 +6,40 @@ once its last event has passed, which later steps ask: the times are the device'
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import math
+import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from launcher.comm.device import device_module
 from launcher.comm.observe import sent_bytes
-from launcher.journal.rank import RankJournal
-from launcher.journal.records import PHASES
-from launcher.journal.steps import StepClock
+from launcher.journal.rank import RankJournal, own_journal
+from launcher.journal.records import PHASES, SAVE
+from launcher.journal.steps import StepClock, step_clock
 from launcher.monitor.meters import memory_use
+from launcher.monitor.nonfinite import NonfiniteWatch
 
 _MAX_PENDING = 64  # steps whose events have not passed; beyond them a step is written without the device's times
+
+
+@contextlib.contextmanager
+def saving(path: str) -> Iterator[None]:
+    """Record the block as a save that the training waits for, where this process has a journal."""
+    journal, clock = own_journal(), step_clock()
+    if journal is None or not clock.is_in_thread():
+        yield
+        return
+    start_s = time.perf_counter()
+    with clock.inside(SAVE):
+        yield
+    journal.add("save", path=path, duration_s=round(time.perf_counter() - start_s, 6))
 
 
 @dataclass(frozen=True)
@@ -41,8 +57,9 @@ class StepEnd:
 class StepRecorder:
     """Writes a record of each optimizer step, or of several short ones together."""
 
-    def __init__(self, journal: RankJournal, clock: StepClock, device: torch.device) -> None:
+    def __init__(self, journal: RankJournal, clock: StepClock, model: nn.Module, device: torch.device) -> None:
         self.journal, self._clock, self._device = journal, clock, device
+        self._nonfinite = NonfiniteWatch(journal, model)
         self._marks = None if device.type == "cpu" else _DeviceMarks(device)
         if self._marks is not None:
             clock.on_switch = self._marks.add
@@ -70,7 +87,11 @@ class StepRecorder:
         for name, time_s in phases.items():
             self._phases[name] = self._phases.get(name, 0.0) + time_s
         if self._marks is None:
-            self._num_skipped += facts.outcome()[1]
+            norm, is_skipped = facts.outcome()
+            self._num_skipped += is_skipped
+            loss = sum(each.item() for each in facts.losses) if facts.losses else None
+            # Each step, also one that shares a record: the rank on which it begins is known by its step.
+            self._nonfinite.look(facts.step, loss, None if is_skipped else norm)
         self._write_arrived()
         if self._duration_s >= self.journal.record_interval_s:
             self._write(facts)
@@ -106,8 +127,11 @@ class StepRecorder:
         self._pending.append(_Pending(record, host, facts, self._marks.take()))
 
     def _add(self, record: dict[str, Any], loss: Tensor | None, facts: StepEnd, num_skipped: int) -> None:
-        norm, _ = facts.outcome()
-        self.journal.add("step", **record, loss=None if loss is None else loss.item(), norm=norm, skipped=num_skipped)
+        norm, is_skipped = facts.outcome()
+        value = None if loss is None else loss.item()
+        if self._marks is not None:
+            self._nonfinite.look(facts.step, value, None if is_skipped else norm)
+        self.journal.add("step", **record, loss=value, norm=norm, skipped=num_skipped)
 
     def _write_arrived(self) -> None:
         """Write what the device has done by now."""

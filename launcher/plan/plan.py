@@ -22,7 +22,7 @@ _REPORTS_PER_HANG_TIMEOUT = 8  # a hang is found late by that part of it
 # Fields that `--dry-run --json` shows by their names.
 _AS_THEY_ARE = (
     "job_id", "master_addr", "master_port", "cwd", "bound_cores", "grace_s", "lease_s", "hang_timeout_s",
-    "max_restarts", "on_oom", "engine", "resume", "has_journal",
+    "max_restarts", "on_oom", "engine", "resume", "faults", "has_journal",
 )  # fmt: skip
 _ADJECTIVES = ["amber", "bold", "brisk", "calm", "clear", "eager", "fleet", "keen", "lucid", "mellow", "quiet", "swift"]
 _ANIMALS = ["badger", "crane", "falcon", "finch", "heron", "ibex", "lynx", "marten", "otter", "raven", "tern", "wren"]
@@ -66,6 +66,7 @@ class Settings:
     on_oom: str = REPORT  # what `--on-oom` says: what follows when memory ends
     engine: str = "auto"  # what `--engine` says
     resume: str = ""  # what `--resume` says: "auto", "never", a folder, or nothing
+    faults: tuple[str, ...] = ()  # what is rehearsed at the first start, see `base.faults`
     has_journal: bool = True  # record what the run does, see `journal.records`
 
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 from launcher.base import env
 from launcher.base.errors import HostfileError, TransportError, UsageError
+from launcher.base.faults import KINDS, PREEMPT, Fault, parse_fault
 from launcher.base.fields import named
 from launcher.base.folders import home_folder, working_folder
 from launcher.cluster.cluster import Cluster, Host, Placement, place
@@ -182,8 +183,9 @@ def make_plan(
     else:
         _check_local_slots(placement, kinds, len(tokens))
     settings = {field.name: getattr(request, field.name) for field in dataclasses.fields(Settings)}
+    faults = _faults(request, placement.world_size)
     return JobPlan(
-        **settings | {"run_id": _run_id(request, placement)},
+        **settings | {"run_id": _run_id(request, placement), "faults": tuple(map(str, faults))},
         job_id=job_id,
         placement=placement,
         command=request.command,
@@ -194,9 +196,30 @@ def make_plan(
         transports=kinds,
         forwarded_env=forwarded(here.environ),
         given_env=given.values,
-        notes=(*request.notes, *given.notes),
+        notes=(*request.notes, *given.notes, *map(_fault_note, faults)),
         device_tokens=tokens,
     )
+
+
+def _faults(request: Request, world_size: int) -> list[Fault]:
+    """Return the faults to be rehearsed, with their ranks. Raises: UsageError."""
+    faults = []
+    for text in request.faults:
+        fault = parse_fault(text)
+        rank = world_size - 1 if fault.rank is None else fault.rank
+        if rank >= world_size:
+            raise UsageError(
+                f"there is no rank {rank} in a world of {world_size}",
+                where=f"{named('faults')} {text}",
+                hint=f"name a rank from 0 to {world_size - 1}",
+            )
+        faults.append(Fault(fault.kind, fault.step, rank))
+    return faults
+
+
+def _fault_note(fault: Fault) -> str:
+    where = "" if fault.kind == PREEMPT else f" on rank {fault.rank}"
+    return f"a fault is rehearsed ({named('faults')} {fault}): after step {fault.step}{where} {KINDS[fault.kind]}"
 
 
 def _run_id(request: Request, placement: Placement) -> str | None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.base.errors import UsageError
+from launcher.base.faults import parse_fault
 from launcher.base.fields import MAX_PORT, Limit, Seconds, Whole, named
 from launcher.base.resume import AUTO, NEVER
 from launcher.cluster.cluster import MAX_EXPANSION, MAX_SLOTS, NodeRange
@@ -95,6 +96,17 @@ def check_signals(numbers: Collection[int]) -> None:
             )
 
 
+def _check_faults(settings: Settings) -> None:
+    """Raise UsageError for a fault of a wrong form, and where nothing would count the steps."""
+    for text in settings.faults:
+        try:
+            parse_fault(text)
+        except ValueError as error:
+            raise UsageError(str(error), where=named("faults"), hint="give KIND@STEP or KIND@STEP:RANK") from None
+    if settings.faults and not settings.has_journal:
+        raise UsageError(f"{named('faults')} needs the journal, which counts the steps", hint="leave --no-journal out")
+
+
 @dataclass(frozen=True, kw_only=True)
 class Request(Settings):
     """Which hosts, which ranks and what they run; `planning` makes a plan of it. Options have the fields' names."""
@@ -126,6 +138,7 @@ class Request(Settings):
                 where=named("run_id"),
                 hint="use letters, digits and . _ : - only",
             )
+        _check_faults(self)
         if self.min_nodes is not None and not self.max_restarts:
             needed = named("max_restarts")
             raise UsageError(f"{named('min_nodes')} goes with {needed}", hint=f"add {needed} N")

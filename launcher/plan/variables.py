@@ -274,6 +274,7 @@ def job_variables(plan: JobPlan) -> dict[str, str]:
         env.TORCHELASTIC_RESTART_COUNT.name: str(plan.restart),
         env.TORCHELASTIC_MAX_RESTARTS.name: str(plan.max_restarts),
         env.TORCHELASTIC_RUN_ID.name: plan.run_id or plan.job_id,
+        **({env.FAULTS.name: ",".join(plan.faults)} if plan.faults and plan.restart == 0 else {}),
     }
 
 

@@ -62,6 +62,7 @@ SURFACE = {
     "min_nodes": ("--min-nodes",),
     "resume": ("--resume",),
     "on_oom": ("--on-oom",),
+    "faults": ("--fault",),
     "hang_timeout_s": ("--hang-timeout",),
     "env": ("--env",),
     "env_files": ("--env-file",),

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from launcher.base.progress import BETWEEN_STEPS, NO_PROGRESS, TRAINING, RankProgress
 from launcher.base.units import counted
 from launcher.job.events import Watcher
+from launcher.journal.verdicts import Verdict
 from launcher.plan.plan import JobPlan
 
 _RATE_SAMPLES = 10  # about as many seconds: agents tell once a second
@@ -73,6 +74,7 @@ class RunView:
     is_stopping: bool
     pace: Pace
     loss: float | None
+    verdicts: list[Verdict]  # what is wrong with the training, the worst first
     trouble: str  # the last warning, or why the ranks are stopped; "" where there is none
     hosts: list[HostView]
 
@@ -85,6 +87,7 @@ class RunFacts(Watcher):
         self._lock = threading.Lock()
         self._start_s = time.monotonic() if now_s is None else now_s
         self._trouble = ""
+        self._verdicts: dict[object, Verdict] = {}
         RunFacts.planned(self, plan)  # and not what a subclass does at the start of ranks
 
     def planned(self, plan: JobPlan) -> None:
@@ -92,6 +95,7 @@ class RunFacts(Watcher):
             self._plan = plan
             self._ranks = {rank: _Rank() for rank in plan.placement.ranks}
             self._is_stopping = False
+            self._verdicts.clear()
 
     def started(self, rank: int) -> None:
         with self._lock:
@@ -118,6 +122,12 @@ class RunFacts(Watcher):
         with self._lock:
             self._trouble = text
 
+    def verdict(self, verdict: Verdict) -> None:
+        with self._lock:
+            self._verdicts.pop(verdict.key, None)
+            if verdict.until_step is None:
+                self._verdicts[verdict.key] = verdict
+
     def stopping(self, why: str) -> None:
         with self._lock:
             self._is_stopping = True
@@ -137,6 +147,7 @@ class RunFacts(Watcher):
                 is_stopping=self._is_stopping,
                 pace=_pace(self._ranks.values(), now_s),
                 loss=next(losses, None),
+                verdicts=sorted(self._verdicts.values(), key=lambda each: each.severity != "critical"),
                 trouble=self._trouble,
                 hosts=[_host(node.host.name, [self._ranks[rank] for rank in node.ranks], now_s) for node in nodes],
             )

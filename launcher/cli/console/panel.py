@@ -15,6 +15,7 @@ from launcher.cli.console.facts import HostView, Pace, RunView
 
 _MAX_WIDTH = 120
 _MAX_HOSTS = 6
+_MAX_VERDICTS = 3
 _MARGIN = "│ "  # tells the panel from output; a rule above it would be most of what is sent for every drawing
 _DIM, _RESET = "\x1b[2m", "\x1b[0m"
 
@@ -25,7 +26,10 @@ def draw(view: RunView, columns: int, rows: int) -> list[str]:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, highlight=False)
     with console.capture() as capture:
         console.print(_headline(view), no_wrap=True, overflow="ellipsis")
-        console.print(_hosts(view, max(1, min(_MAX_HOSTS, rows - 3))))
+        console.print(_hosts(view, max(1, min(_MAX_HOSTS, rows - 3 - min(_MAX_VERDICTS, len(view.verdicts))))))
+        for verdict in view.verdicts[:_MAX_VERDICTS]:
+            colour = "red" if verdict.severity == "critical" else "yellow"
+            console.print(Text.assemble(("! ", colour), printable(verdict.text)), no_wrap=True, overflow="ellipsis")
         if view.trouble:
             text = Text.assemble(("! ", "yellow"), " ".join(view.trouble.split()))
             console.print(text, no_wrap=True, overflow="ellipsis")

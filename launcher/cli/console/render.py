@@ -19,6 +19,7 @@ from launcher.cli.console import streams
 from launcher.cli.console.lines import MixedLines, ShownOutput
 from launcher.cli.options.output import LOG_LEVELS, OutputOptions
 from launcher.job.events import Watcher
+from launcher.job.verdicts import worst
 from launcher.plan.plan import LADDER
 
 if TYPE_CHECKING:
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from launcher.base.progress import RankProgress
     from launcher.cli.console.live import LiveView
     from launcher.job.events import Failure, RunReport
+    from launcher.journal.verdicts import Verdict
     from launcher.plan.plan import JobPlan
     from launcher.planner.ladder import Advice
 
@@ -204,6 +206,16 @@ class Console(Watcher):
             self._say(click.style("! ", fg="yellow") + printable(text))
             self._facts.warning(text)
 
+    def verdict(self, verdict: Verdict) -> None:
+        """Show what is wrong with the training, and since when, in one line; or that it is so no more."""
+        self._facts.verdict(verdict)
+        if verdict.until_step is not None:
+            self.note(f"no longer, since step {verdict.until_step}: {verdict.text}")
+        elif self._level <= LOG_LEVELS.index("warning"):
+            since = f" (since step {verdict.since_step})" if verdict.since_step else ""
+            colour = "red" if verdict.severity == "critical" else "yellow"
+            self._say(click.style("! ", fg=colour) + printable(verdict.text + since))
+
     def note(self, text: str) -> None:
         """Print a line of our own; stdout is the ranks'."""
         if self._level <= LOG_LEVELS.index("info"):
@@ -246,6 +258,13 @@ class Console(Watcher):
             self._show_failure(report, report.failure)
         for text in report.warnings():
             self.warning(text)
+        found = worst(report.verdicts)
+        if found is not None and self._level <= LOG_LEVELS.index("warning"):
+            more = f" (and {len(report.verdicts) - 1} more in report.json)" if len(report.verdicts) > 1 else ""
+            what = f"{found.text}{more}; next: {found.next}"
+            self._say(click.style("! ", fg="red" if found.severity == "critical" else "yellow") + printable(what))
+        if report.training is not None:
+            self.note(report.training.text())
 
     def close(self) -> None:
         """Take the panel away, also when the run has ended with an error. May be called twice."""

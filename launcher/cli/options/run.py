@@ -15,6 +15,7 @@ import click
 
 from launcher.base import env
 from launcher.base.errors import UsageError
+from launcher.base.faults import KINDS as FAULTS
 from launcher.base.fields import filled
 from launcher.cli.options.accepted import ACCEPTED, with_endpoint
 from launcher.cli.options.command import Number, Ranks, core_list, declared, files, signal_list, under
@@ -145,6 +146,14 @@ _OPTIONS = (
         type=Number(LIMITS["hang_timeout_s"]),
         metavar="S",
         help="Stop the job when a rank makes no progress for S seconds. Default: never.",
+    ),
+    _failure(
+        "--fault",
+        "faults",
+        multiple=True,
+        metavar="KIND@STEP[:RANK]",
+        help=f"Rehearse a fault after that step, of the last rank unless one is named, at the first start only:"
+        f" {', '.join(FAULTS)}. Repeatable.",
     ),
     _failure(
         "--signals-to-handle",
