@@ -225,7 +225,7 @@ class Watch:
 
 def _communication(clock: StepClock, _kind: str) -> contextlib.AbstractContextManager[None]:
     """Return the context of a wait for a collective. Those of a save are part of the save."""
-    return clock.inside(COMMUNICATION) if clock.is_in_thread() and not clock.is_in(SAVE) else _NOTHING
+    return clock.inside(COMMUNICATION) if clock.is_in_thread() and clock.phase != SAVE else _NOTHING
 
 
 def _span_of_wait(timer: PhaseTimer, kind: str) -> contextlib.AbstractContextManager[None]:

@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
+from launcher.base.progress import BETWEEN_STEPS
 from launcher.base.units import format_bytes, format_duration
 from launcher.journal.evidence import Evidence, RankEvidence, Record, Window, mean, median, median_low, spread
 from launcher.journal.records import COMMUNICATION, DATA, FORWARD, GC, PHASES, SAVE, SCRIPT
@@ -396,12 +397,8 @@ def look_progress(state: State, now_s: float) -> Iterator[Finding]:
     silent = [number for number, rank in running.items() if last - rank.moved_s >= alone_s]
     others = "the others have moved since"
     if not silent and now_s - last >= all_s:
-        least = min(rank.beats or 0 for rank in running.values())
-        silent = [number for number, rank in running.items() if rank.beats == least]
-        rest = {rank.beats for rank in running.values() if rank.beats != least}
-        if len(rest) != 1:  # they have not moved in step, or are all equally far
-            return
-        others = "the others are a step further, and wait"
+        found = _behind(state, running)
+        silent, others = ([], "") if found is None else ([found[0]], found[1])
     if len(silent) != 1:
         return
     (number,) = silent
@@ -415,6 +412,24 @@ def look_progress(state: State, now_s: float) -> Iterator[Finding]:
     yield Finding("silent", 1.0, number, rank.host or None, facts, rank.step or None)
 
 
+def _behind(state: State, running: dict[int, RankEvidence]) -> tuple[int, str] | None:
+    """Return the rank that the others wait for while none moves, and what they do; None where they are alike."""
+    least = min(rank.beats or 0 for rank in running.values())
+    behind = [number for number, rank in running.items() if rank.beats == least]
+    steps = {rank.beats for rank in running.values()}
+    if len(behind) == 1 and len(steps) == 2:
+        return behind[0], "the others are a step further, and wait"
+    if len(steps) > 1:  # they have not moved in step
+        return None
+    idle = [number for number, rank in running.items() if rank.phase == BETWEEN_STEPS]
+    if len(idle) == 1:
+        return idle[0], "the others have begun the next step, and wait"
+    busy = [number for number, rank in running.items() if rank.clock_phase and not state.evidence.waits_now(rank)]
+    if len(busy) == 1:
+        return busy[0], "the others wait in a collective"
+    return None
+
+
 def look_end(state: State, _now_s: float) -> Iterator[Finding]:
     """Say which failure was the first, once the run has ended."""
     failure = (state.ended or {}).get("failure")
@@ -426,6 +441,11 @@ def look_end(state: State, _now_s: float) -> Iterator[Finding]:
     raised = state.raised.get(rank) if rank is not None else None
     facts = {"where": where, "reason": f"{reason}; {raised}" if raised else reason}
     rule = "hang" if failure.get("kind") == "rank hangs" else "failure"
+    moved = {number: each for number, each in state.evidence.ranks.items() if each.beats is not None}
+    found = _behind(state, moved) if rule == "hang" and len(moved) > 1 else None
+    if found is not None:
+        rank, host = found[0], state.evidence.hosts.get(found[0], host)
+        facts |= {"where": state.evidence.where(rank), "reason": f"{reason}; {found[1]}"}
     step = state.evidence.ranks[rank].step if rank in state.evidence.ranks else None
     yield Finding(rule, 1.0, rank, host or None, facts, step or None)
 

@@ -124,7 +124,8 @@ class RankEvidence:
     # Progress, by the launcher's records
     beats: int | None = None
     moved_s: float = 0.0
-    phase: str = ""
+    phase: str = ""  # as the rank calls it
+    clock_phase: str = ""  # of its step's clock, as last sampled
     is_over: bool = False
 
     def add_floor(self, least_bytes: float) -> None:
@@ -194,6 +195,10 @@ class Evidence:
         if found is None:
             found = self.ranks[number] = RankEvidence(self.hosts.get(number, ""))
         return found
+
+    def waits_now(self, rank: RankEvidence) -> bool:
+        """Whether a rank, when it was last sampled, was in what may be waiting for others."""
+        return rank.clock_phase in (COMMUNICATION, BACKWARD)
 
     def where(self, number: int) -> str:
         """Return `rank 3`, with its host where there are several."""

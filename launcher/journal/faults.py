@@ -38,11 +38,13 @@ class Faults:
         self._slows = self._collects = self._delays = self._has_loader = False
         self._held: list[list[int]] = []
         self._ended_s = time.perf_counter()  # the last step, with what was added to it
-        self._step_s = 0.0  # the last one's time without that
+        self._step_s = _LEAST_S  # the last one's time without that
+        self._late_s = 0.0  # how long its batches were made to come late
 
     def after_step(self, step: int) -> None:
         """Do what is due after this step, and again what follows each step since."""
-        self._step_s = min(_MOST_S, max(_LEAST_S, time.perf_counter() - self._ended_s))
+        self._step_s = min(_MOST_S, max(_LEAST_S, time.perf_counter() - self._ended_s - self._late_s))
+        self._late_s = 0.0
         if self._slows or (self._delays and not self._has_loader):
             time.sleep(self._step_s)
         if self._collects:
@@ -83,7 +85,7 @@ class Faults:
 
     def _delay_input(self) -> None:
         """Let each batch of a DataLoader be waited for, where there is one; else the script waits between its steps."""
-        self._delays, delay_s = True, self._step_s
+        self._delays = True
         dataloader: Any = sys.modules.get("torch.utils.data.dataloader")
         if dataloader is None:
             return
@@ -93,7 +95,8 @@ class Faults:
         def fetch_late(loader: Any) -> Any:
             self._has_loader = True
             with waiting:
-                time.sleep(delay_s)
+                time.sleep(self._step_s)
+                self._late_s += self._step_s
                 return fetch(loader)
 
         iterator.__next__ = fetch_late

@@ -126,6 +126,7 @@ RANK_RECORDS: dict[str, dict[str, str]] = {
     },
     "save": {"path": "of the checkpoint", "duration_s": "how long the training waited"},
     "sample": {
+        "phase": "in which it is now",
         "resident_bytes": "memory of this process",
         "cpu_s": "processor time of this process so far",
         "cpu_wait_s": "how long, so far, the thread that waited most was ready to run without a processor; null where"

@@ -60,6 +60,7 @@ class Sampler:
         gpu = self._gpu_handle()
         self._journal.add(
             "sample",
+            phase=self._clock.phase,
             resident_bytes=_resident_bytes(),
             cpu_s=round(times.user + times.system, 3),
             cpu_wait_s=self._cpu_wait_s(),

@@ -50,9 +50,10 @@ class StepClock:
             self.on_switch(phase)
         return before
 
-    def is_in(self, phase: str) -> bool:
-        """Whether this is the phase now."""
-        return self._current == _NAMES[phase]
+    @property
+    def phase(self) -> str:
+        """What the rank is in now."""
+        return PHASES[self._current]
 
     def is_in_thread(self) -> bool:
         """Whether the calling thread is the one whose phases are counted: a save may communicate in another one."""

@@ -302,6 +302,7 @@ def _add_sample(state: State, number: int | None, record: Record) -> None:
     assert number is not None
     rank = state.evidence.rank(number)
     before, rank.last_sample = rank.last_sample, record
+    rank.clock_phase = str(record.get("phase") or "")
     rank.gc_longest_s = float(record.get("gc_longest_s") or 0.0)
     throttled = record.get("throttled")
     rank.throttled = (rank.throttled[0] + 1, str(throttled)) if throttled else (0, "")
