@@ -57,11 +57,11 @@ class _ShowingLoader(SourceFileLoader):
         with phase(f"importing {self.name}"):
             super().exec_module(module)
             if self.name == "torch":
-                collectives.listen()
                 if env.JOURNAL_FD.name in os.environ:
                     # A script may have a module of its own by that name, or a torch that is not whole.
                     with contextlib.suppress(ImportError, AttributeError):
                         importlib.import_module("launcher.monitor.plain").install()
+                collectives.listen()  # last: its thread imports, and two threads that do get modules that are not whole
 
 
 def accelerate_on_cpu(module: Any) -> None:

@@ -33,7 +33,6 @@ from launcher.engine import stages
 from launcher.engine.data import keeps_position
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.parts import EngineParts
-from launcher.monitor.steps import saving
 from launcher.parallel.expert.placement import remote_expert_parameters
 from launcher.zero.gathered import GatheredParameters
 from launcher.zero.states import TORCH_DTYPES
@@ -101,12 +100,6 @@ class Checkpoints:
         self, root: Place, tag: str, client_state: Mapping[str, Any], *, saves_latest: bool, excludes_frozen: bool
     ) -> None:
         """Save. With `checkpoint.async` this returns as soon as copies are taken. Raises: CheckpointError."""
-        with saving(str(root / tag)):
-            self._save(root, tag, client_state, saves_latest=saves_latest, excludes_frozen=excludes_frozen)
-
-    def _save(
-        self, root: Place, tag: str, client_state: Mapping[str, Any], *, saves_latest: bool, excludes_frozen: bool
-    ) -> None:
         self._saver.wait()
         exchange = Exchange(self._parts.mesh.world, "save_checkpoint")
         if self._parts.sharded.delayed is not None or self._parts.mesh.pipeline is not None:

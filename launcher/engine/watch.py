@@ -82,7 +82,7 @@ class Watch:
         self._is_idle = self._timer is None and self._memory is None and self._profile is None
         self._clock = step_clock()
         journal = own_journal()
-        self._recorder = None if journal is None else StepRecorder(journal, self._clock, model, group.device)
+        self._recorder = None if journal is None else StepRecorder(journal, self._clock, group.device, model)
         if self._recorder is not None:
             self._clock.has_engine = True
             observe.follow_waits(functools.partial(_communication, self._clock))
@@ -225,7 +225,7 @@ class Watch:
 
 def _communication(clock: StepClock, _kind: str) -> contextlib.AbstractContextManager[None]:
     """Return the context of a wait for a collective. Those of a save are part of the save."""
-    return clock.inside(COMMUNICATION) if clock.is_in_thread() and clock.phase != SAVE else _NOTHING
+    return clock.inside(COMMUNICATION) if clock.is_in_thread() and not clock.is_in(SAVE) else _NOTHING
 
 
 def _span_of_wait(timer: PhaseTimer, kind: str) -> contextlib.AbstractContextManager[None]:

@@ -447,9 +447,9 @@ class Controller:
             restart=self._plan.restart,
             advice=_advice(failure, self._plan),
         )
-        self._journal.end(report)
-        verdicts, training = self._verdicts.end(self._signals.take_cancel)
+        verdicts, training = self._verdicts.end(self._journal.end_of(report), self._signals.take_cancel)
         report = dataclasses.replace(report, verdicts=verdicts, training=training)
+        self._journal.end(report)
         self._journal.close()
         self._files.close()
         self._files.save(report)

@@ -107,12 +107,16 @@ class RunJournal:
 
     def end(self, report: RunReport) -> None:
         """Write the last record."""
+        self.add("end", **self.end_of(report))
+
+    def end_of(self, report: RunReport) -> dict[str, Any]:
+        """Write what has gathered, and return the fields of the last record."""
         self.look(math.inf, dict)
         failure = report.failure
         found = None
         if failure is not None:
             found = {name: getattr(failure, name) for name in ("kind", "host", "rank", "exit_code", "reason")}
-        self.add("end", exit_code=int(report.exit_code), duration_s=round(report.duration_s, 3), failure=found)
+        return {"exit_code": int(report.exit_code), "duration_s": round(report.duration_s, 3), "failure": found}
 
     def write_rank(self, rank: int, data: bytes, then: Callable[[], object]) -> None:
         """Append to the journal of a rank, later, and call `then`."""

@@ -43,11 +43,14 @@ class RunVerdicts:
             self._look_at_s = now_s + self._interval_s
             self._thread.put(self._judge)
 
-    def end(self, is_cancelled: Callable[[], bool]) -> tuple[tuple[Verdict, ...], Training | None]:
+    def end(
+        self, last: dict[str, object], is_cancelled: Callable[[], bool]
+    ) -> tuple[tuple[Verdict, ...], Training | None]:
         """Return all verdicts on the run, and what the job has trained; end the thread. Waits for it, not forever.
 
-        The last record of the launcher must have been added.
+        last: the fields of the last record of the launcher, which is written after the verdicts.
         """
+        self._thread.put(self._feed, None, {"kind": "end", "time_s": time.time(), **last})
         answer = self._thread.request(self._ended)
         done = self._thread.wait(answer.done, is_cancelled, lambda: None, timeouts().disk_stall_s)
         self._thread.close()
@@ -61,7 +64,7 @@ class RunVerdicts:
     # ---- any thread ----
 
     def _take_launcher(self, record: dict[str, object]) -> None:
-        if record["kind"] != "verdict":
+        if record["kind"] not in ("verdict", "end"):
             self._thread.put(self._feed, None, record)
 
     def _take_rank(self, rank: int, data: bytes) -> None:

@@ -442,7 +442,7 @@ def look_end(state: State, _now_s: float) -> Iterator[Finding]:
     facts = {"where": where, "reason": f"{reason}; {raised}" if raised else reason}
     rule = "hang" if failure.get("kind") == "rank hangs" else "failure"
     moved = {number: each for number, each in state.evidence.ranks.items() if each.beats is not None}
-    found = _behind(state, moved) if rule == "hang" and len(moved) > 1 else None
+    found = _behind(state, moved) if "all ranks alike" in reason and len(moved) > 1 else None
     if found is not None:
         rank, host = found[0], state.evidence.hosts.get(found[0], host)
         facts |= {"where": state.evidence.where(rank), "reason": f"{reason}; {found[1]}"}

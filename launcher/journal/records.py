@@ -178,7 +178,8 @@ jq -c 'select(.kind == "step") | [.step, .loss, .duration_s]' runs/calm-otter-4f
 
 * Scripts with the engine get every field of `step`. Other scripts get steps too, counted by the first torch optimizer
   that takes one, with waits for a `DataLoader`, `backward()`, the update and `torch.save`; the forward is part of
-  `script` there, and waiting for other ranks part of `backward`.
+  `script` there, and waiting for other ranks part of `backward`; collectives that
+  the script itself waits for are `communication`.
 * `launcher.log(step=step, accuracy=0.9)` adds values of your own, from any script that `launch` has started.
 * Each line is one object that begins with its `kind`. It is written by a thread of its own, which no step waits for; a
   rank that is killed loses the last 0.2 s. Only the last line of a file may be cut off.

@@ -55,6 +55,10 @@ class StepClock:
         """What the rank is in now."""
         return PHASES[self._current]
 
+    def is_in(self, phase: str) -> bool:
+        """Whether this is the phase now."""
+        return self._current == _NAMES[phase]
+
     def is_in_thread(self) -> bool:
         """Whether the calling thread is the one whose phases are counted: a save may communicate in another one."""
         return threading.get_ident() == self._thread_id

@@ -47,7 +47,6 @@ class _Totals:
     duration_s: float = 0.0
     samples: int = 0
     tokens: int = 0
-    flops: float = 0.0
     first_energy_j: float | None = None
     energy_j: float = 0.0  # of the starts before, and since the first sample of this one
 
@@ -62,7 +61,8 @@ class Totals:
     _reference: int | None = None  # the rank whose time counts: the first that takes steps
     _pieces: list[tuple[int, int, float]] = field(default_factory=list)  # last step, how many, useful seconds
     _is_new_try: bool = True
-    _peaks: dict[int, tuple[float, int]] = field(default_factory=dict)  # peak FLOP/s, micro-batches of a step
+    _step_flops: float = 0.0  # of a rank: one counts, for all
+    _peak_flops: float = 0.0  # of a device, FLOP/s
 
     def feed(self, rank: int | None, record: Record) -> None:
         """Add a record of a rank; rank None: of the launcher."""
@@ -78,12 +78,9 @@ class Totals:
         elif rank is not None and kind == "sample":
             self._add_energy(self._rank(rank), record)
         elif rank is not None and kind == "flops":
-            self._rank(rank).flops = number(record, "flops")
+            self._step_flops = number(record, "flops") * (number(record, "micro_batches") or 1)
         elif rank is not None and kind == "engine":
-            config = record.get("config")
-            accumulation = config.get("gradient_accumulation_steps") if isinstance(config, dict) else None
-            micro_batches = accumulation if isinstance(accumulation, int) else 1
-            self._peaks[rank] = number(record, "peak_flops"), micro_batches
+            self._peak_flops = number(record, "peak_flops") or self._peak_flops
 
     def _rank(self, rank: int) -> _Totals:
         return self._ranks.setdefault(rank, _Totals())
@@ -128,8 +125,7 @@ class Totals:
         reference = self._ranks[self._reference]
         tokens, samples = (sum(getattr(each, name) for each in self._ranks.values()) for name in ("tokens", "samples"))
         energy_j = sum(each.energy_j for each in self._ranks.values())
-        peak, micro_batches = self._peaks.get(self._reference, (0.0, 1))
-        spent = reference.flops * micro_batches * reference.num_steps
+        spent, peak = self._step_flops * reference.num_steps, self._peak_flops
         wall_s = max(self._now_s - (self._begun_s or self._now_s), reference.duration_s)
         return Training(
             num_steps=sum(piece[1] for piece in self._pieces),

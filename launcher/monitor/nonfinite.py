@@ -19,7 +19,7 @@ _MAX_TIMES = 3  # that a forward pass is watched
 class NonfiniteWatch:
     """Writes into the journal that a loss or norm is not finite, and the first module that it is seen in."""
 
-    def __init__(self, journal: RankJournal, model: nn.Module) -> None:
+    def __init__(self, journal: RankJournal, model: nn.Module | None) -> None:
         self._journal, self._model = journal, model
         self._step = 0
         self._is_finite = True
@@ -42,6 +42,8 @@ class NonfiniteWatch:
 
     def _watch(self) -> None:
         """Watch the next forward pass of the model."""
+        if self._model is None:
+            return
         for name, module in self._model.named_modules():
             if module is not self._model:
                 self._handles.append(module.register_forward_hook(self._check_of(name)))

@@ -71,7 +71,7 @@ def _saving(journal: RankJournal, clock: StepClock, call: Callable[..., Any]) ->
 
     @functools.wraps(call)
     def saving(obj: Any, f: Any, *arguments: Any, **options: Any) -> Any:
-        if clock.phase == SAVE:  # part of the engine's
+        if clock.is_in(SAVE):  # part of the engine's
             return call(obj, f, *arguments, **options)
         start_s = time.perf_counter()
         try:

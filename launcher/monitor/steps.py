@@ -6,12 +6,10 @@ once its last event has passed, which later steps ask: the times are the device'
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import math
-import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,26 +18,13 @@ from torch import Tensor, nn
 
 from launcher.comm.device import device_module
 from launcher.comm.observe import sent_bytes
-from launcher.journal.rank import RankJournal, own_journal
-from launcher.journal.records import PHASES, SAVE
-from launcher.journal.steps import StepClock, step_clock
+from launcher.journal.rank import RankJournal
+from launcher.journal.records import PHASES
+from launcher.journal.steps import StepClock
 from launcher.monitor.meters import memory_use
 from launcher.monitor.nonfinite import NonfiniteWatch
 
 _MAX_PENDING = 64  # steps whose events have not passed; beyond them a step is written without the device's times
-
-
-@contextlib.contextmanager
-def saving(path: str) -> Iterator[None]:
-    """Record the block as a save that the training waits for, where this process has a journal."""
-    journal, clock = own_journal(), step_clock()
-    if journal is None or not clock.is_in_thread():
-        yield
-        return
-    start_s = time.perf_counter()
-    with clock.inside(SAVE):
-        yield
-    journal.add("save", path=path, duration_s=round(time.perf_counter() - start_s, 6))
 
 
 @dataclass(frozen=True)
@@ -57,7 +42,10 @@ class StepEnd:
 class StepRecorder:
     """Writes a record of each optimizer step, or of several short ones together."""
 
-    def __init__(self, journal: RankJournal, clock: StepClock, model: nn.Module, device: torch.device) -> None:
+    def __init__(
+        self, journal: RankJournal, clock: StepClock, device: torch.device, model: nn.Module | None = None
+    ) -> None:
+        """model: whose outputs are looked at after a loss that is not finite."""
         self.journal, self._clock, self._device = journal, clock, device
         self._nonfinite = NonfiniteWatch(journal, model)
         self._marks = None if device.type == "cpu" else _DeviceMarks(device)

@@ -56,11 +56,11 @@ def test_a_phase_may_lie_within_itself_and_end_with_an_exception(clock: StepCloc
 def test_a_step_may_end_within_a_phase(clock: StepClock, time: Time) -> None:
     with clock.inside(SAVE):
         time.now_s += 1
-        assert clock.phase == SAVE
+        assert clock.is_in(SAVE)
         assert clock.take() == (1.0, {SAVE: 1.0})
         time.now_s += 2
     assert clock.take() == (2.0, {SAVE: 2.0})
-    assert clock.phase == SCRIPT
+    assert not clock.is_in(SAVE)
 
 
 def test_pauses_of_the_garbage_collector_are_a_phase(clock: StepClock, time: Time) -> None:
