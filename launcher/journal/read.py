@@ -49,6 +49,37 @@ class JournalFile:
                     else:
                         yield record
 
+    @property
+    def size_bytes(self) -> int:
+        """The size of the file now; 0: it is not there."""
+        try:
+            return self.path.stat().st_size
+        except OSError:
+            return 0
+
+    def start_near_end(self, num_bytes: int) -> int:
+        """Let `poll` begin with the last `num_bytes` of a file that is larger. Return where that is."""
+        start = self.size_bytes - num_bytes
+        if start > 0:
+            self._offset = start + len(self._part(start, num_bytes).partition(b"\n")[0]) + 1
+        return self._offset
+
+    def peek(self, start: int, num_bytes: int) -> Iterator[Record]:
+        """Yield the records that lie whole within a part of the file. What `poll` yields does not change."""
+        lines = self._part(start, num_bytes).split(b"\n")
+        for line in lines[1 if start else 0 : -1]:
+            record = _parsed(line)
+            if record is not None:
+                yield record
+
+    def _part(self, start: int, num_bytes: int) -> bytes:
+        try:
+            with self.path.open("rb") as file:
+                file.seek(start)
+                return file.read(num_bytes)
+        except OSError:
+            return b""
+
 
 def _parsed(line: bytes) -> Record | None:
     try:
