@@ -41,6 +41,7 @@ COMMANDS = {
     "probe": _Lazy(f"{_PACKAGE}.probe", "probe", "Measure devices, links, collectives and disks of the hosts.", _JOBS),
     "tune": _Lazy(f"{_PACKAGE}.tune", "tune", "Try settings of a script in short runs; which is quickest.", _JOBS),
     "exec": _Lazy(f"{_PACKAGE}.exec", "exec_command", "Run a command on all hosts.", _JOBS),
+    "top": _Lazy(f"{_PACKAGE}.top", "top", "Watch jobs on the terminal: ranks, curves, phases, logs.", _JOBS),
     "ps": _Lazy(f"{_PACKAGE}.jobs", "ps", "List running jobs, and those that ended today.", _JOBS),
     "logs": _Lazy(f"{_PACKAGE}.jobs", "logs", "Show what the ranks of a job wrote.", _JOBS),
     "stacks": _Lazy(f"{_PACKAGE}.jobs", "stacks", "Print the Python stack traces of all ranks of a job.", _JOBS),

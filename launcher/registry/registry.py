@@ -143,6 +143,11 @@ def all_jobs() -> list[JobEntry]:
     return sorted(entries, key=lambda entry: entry.started_s)
 
 
+def latest(entry: JobEntry) -> JobEntry:
+    """Return what is known of a job now; the same where its entry has been dropped."""
+    return _read(_file_of(entry)) or entry
+
+
 def find_job(text: str) -> JobEntry:
     """Return the job whose id is `text`, the one of this machine that runs under that `--job-id`, or the only one
     whose id begins with it. Raises: UsageError.

@@ -36,6 +36,8 @@ EXPORT, TO_FP32 = "tests/checkpoint/test_export.py", "tests/checkpoint/test_to_f
 IMPORT = "tests/checkpoint/test_deepspeed.py::test_the_command_imports_a_tag_once"
 REPORT = "tests/cli/test_report.py::test_the_text_names_every_section"
 HANG = "tests/job/test_collectives.py::test_a_plain_job_says_who_is_missing_in_which_collective"
+TOP = "tests/cli/test_top.py::test_in_a_terminal"
+TOP_ONCE = "tests/cli/test_top.py::test_a_job_without_a_journal_has_its_logs"
 STACKS = "tests/job/test_hang.py::test_stacks_on_demand_leave_the_job_alone"
 TRAIN_GPT = "tests/e2e/test_train_gpt.py"
 TRAINER = "tests/huggingface/test_example.py::test_its_loss_falls_and_its_model_is_saved"
@@ -94,6 +96,8 @@ ELSEWHERE = {
     "launch deepspeed-command install": f"{DEEPSPEED_COMMAND}::test_it_is_installed_and_removed",
     "launch deepspeed-command remove": f"{DEEPSPEED_COMMAND}::test_it_is_installed_and_removed",
     "launch stacks JOB": STACKS,
+    **dict.fromkeys(("launch top", "launch top calm-otter", "launch top JOB"), TOP),
+    **dict.fromkeys(("launch top calm-otter --once", "launch top JOB --once"), TOP_ONCE),
     "launch stacks calm-otter-4f2a": STACKS,
     "launch stacks --native calm": HANG,
     "launch stacks --native JOB": HANG,
@@ -149,6 +153,7 @@ OTHERS = {
     "pip install .",
     "pip install 'launch-zero @ git+https://...'",
     "pip install '.[notebook]'",
+    "pip install 'launch-zero[top]'",
     "source .venv/bin/activate",
 }
 BENCHMARK = re.compile(r"((?:benchmarks|tests/soak)/(\w+))\.py")

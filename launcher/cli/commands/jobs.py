@@ -12,6 +12,7 @@ import signal
 import socket
 import sys
 import time
+from collections.abc import Callable
 from datetime import date, datetime
 from pathlib import Path
 
@@ -26,9 +27,11 @@ from launcher.base.units import format_duration, printable
 from launcher.cli.console.lines import MixedLines
 from launcher.cli.console.streams import say_waiting, show_table
 from launcher.cli.options.command import Number
+from launcher.cli.top.frame import PROGRESS_TITLE, ProgressOfJobs, progress_json, progress_text
 from launcher.cluster.nodeset import fold
 from launcher.fleet.signals import NATIVE_STACKS_SIGNAL, STACKS_SIGNAL
 from launcher.job.hang import group_by_stack, summary_of
+from launcher.journal.live import JobView
 from launcher.plan.plan import DEFAULT_LEASE_S
 from launcher.registry.log_reader import LogReader
 from launcher.registry.registry import JobEntry, all_jobs, find_job, process_identity, send_signal
@@ -37,6 +40,7 @@ _POLL_S = 0.1
 _TELL_AFTER_S = 2.0
 _REPEAT_S = 1.2  # two signals within a second count as one, see `fleet.signals`
 _MAX_COMMAND_CHARS = 60
+_PROGRESS = 5  # the column that is left out where no job has any
 
 _LOGS_EPILOG = """\b
 examples:
@@ -57,7 +61,8 @@ examples:
 """
 
 
-def _complete_job(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+def complete_job(_ctx: click.Context, _param: click.Parameter, incomplete: str) -> list[CompletionItem]:
+    """Offer the ids of jobs, to the shell."""
     jobs = [entry for entry in all_jobs() if entry.job_id.startswith(incomplete)]
     return [CompletionItem(entry.job_id, help=f"{entry.state}: {shlex.join(entry.command)}") for entry in jobs]
 
@@ -68,13 +73,16 @@ def _named_job(_ctx: click.Context, _param: click.Parameter, job: str | None) ->
     return job
 
 
-job_argument = click.argument("job", required=False, metavar="JOB", callback=_named_job, shell_complete=_complete_job)
+job_argument = click.argument("job", required=False, metavar="JOB", callback=_named_job, shell_complete=complete_job)
 
 
 @click.command("ps")
 @click.option("--json", "as_json", is_flag=True, help="Print the jobs as JSON.")
 def ps(as_json: bool) -> None:
-    """Show the jobs that ended today with their exit codes, then those that run: they stay on the screen."""
+    """Show the jobs that ended today with their exit codes, then those that run: they stay on the screen.
+
+    Of those that run it shows step, loss and rate where their journal has them.
+    """
     today = date.today()
     states = [(entry, entry.state) for entry in all_jobs()]
     running = [(entry, state) for entry, state in states if state in ("running", "elsewhere")]
@@ -83,18 +91,25 @@ def ps(as_json: bool) -> None:
         for entry, state in states
         if state in ("ended", "lost") and date.fromtimestamp(entry.ended_s or entry.started_s) == today
     ]
+    views = ProgressOfJobs().look([entry for entry, _ in running])
     if as_json:
-        click.echo(json.dumps([dataclasses.asdict(entry) | {"state": s} for entry, s in over + running], indent=2))
+        jobs = [
+            dataclasses.asdict(entry) | {"state": s, "progress": progress_json(views.get(entry.job_id))}
+            for entry, s in over + running
+        ]
+        click.echo(json.dumps(jobs, indent=2))
         return
-    rows: list[tuple[str, ...]] = [("JOB", "STATE", "SINCE", "RANKS", "HOSTS", "COMMAND")]
-    rows += [_row(entry, state) for entry, state in over + running]
+    rows: list[tuple[str, ...]] = [("JOB", "STATE", "SINCE", "RANKS", "HOSTS", PROGRESS_TITLE, "COMMAND")]
+    rows += [_row(entry, state, views.get(entry.job_id)) for entry, state in over + running]
+    if not any(row[_PROGRESS] for row in rows[1:]):
+        rows = [row[:_PROGRESS] + row[_PROGRESS + 1 :] for row in rows]
     if len(rows) == 1:
         click.echo("no job is running, and none ended today")
         return
     show_table(rows)
 
 
-def _row(entry: JobEntry, state: str) -> tuple[str, ...]:
+def _row(entry: JobEntry, state: str, view: JobView | None) -> tuple[str, ...]:
     what = {
         "running": "running",
         "ended": f"exit {entry.exit_code}",
@@ -107,7 +122,8 @@ def _row(entry: JobEntry, state: str) -> tuple[str, ...]:
         since += f" ({format_duration(max(0.0, end_s - entry.started_s))})"
     command = shlex.join(entry.command)
     short = command if len(command) <= _MAX_COMMAND_CHARS else command[: _MAX_COMMAND_CHARS - 1] + "…"
-    return entry.job_id, what, since, str(entry.num_ranks), fold(entry.hosts), short
+    progress = "" if view is None else progress_text(view)
+    return entry.job_id, what, since, str(entry.num_ranks), fold(entry.hosts), progress, short
 
 
 @click.command("logs", epilog=_LOGS_EPILOG)
@@ -163,7 +179,14 @@ def kill(job: str, now: bool) -> None:
 
     JOB is an id of `launch ps`, or the beginning of one, or the name of --job-id where each node runs its own command.
     """
-    entry = find_job(job)
+    click.echo(end_job(find_job(job), now=now))
+
+
+def end_job(entry: JobEntry, *, now: bool = False, wait: Callable[[str], object] = say_waiting) -> str:
+    """End a job, wait until it is gone, and return what there is to say. Raises: LauncherError.
+
+    now: kill the ranks at once. wait: is called with what takes long.
+    """
     if entry.ended_s is None and not entry.is_here:
         by_slurm = f"scancel {entry.slurm_job} ends its Slurm job; or " if entry.slurm_job else ""
         raise UsageError(
@@ -171,15 +194,14 @@ def kill(job: str, now: bool) -> None:
             hint=f"{by_slurm}on {entry.machine}: launch kill {entry.job_id}",
         )
     start_s = time.monotonic()
-    if entry.ended_s is None and send_signal(entry, signal.SIGTERM):
-        _wait_until_gone(entry, now, start_s)
-        click.echo(f"{entry.job_id} has ended ({format_duration(time.monotonic() - start_s)})")
-        return
-    _sweep(entry)
+    if entry.ended_s is None and send_signal(entry, signal.SIGTERM) and _has_gone(entry, now, wait):
+        return f"{entry.job_id} has ended ({format_duration(time.monotonic() - start_s)})"
+    return _sweep(entry)
 
 
-def _wait_until_gone(entry: JobEntry, now: bool, start_s: float) -> None:
-    """Wait for the launcher's end; with `now` it is reminded until it kills, and at last killed itself."""
+def _has_gone(entry: JobEntry, now: bool, wait: Callable[[str], object]) -> bool:
+    """Wait for the launcher's end; with `now` it is reminded until it kills, and at last killed itself: False then."""
+    start_s = time.monotonic()
     repeat_at_s = start_s + _REPEAT_S
     tell_at_s = start_s + _TELL_AFTER_S
     give_up_at_s = start_s + timeouts().kill_command_s + (0.0 if now else entry.grace_s)
@@ -188,7 +210,7 @@ def _wait_until_gone(entry: JobEntry, now: bool, start_s: float) -> None:
         if now_s > give_up_at_s:
             if now:
                 send_signal(entry, signal.SIGKILL)
-                return _sweep(entry)
+                return False
             hint = f"launch kill --now {entry.job_id}"
             raise LauncherError(f"it has not ended after {now_s - start_s:.0f} s", where=entry.job_id, hint=hint)
         if now and now_s > repeat_at_s:
@@ -196,12 +218,13 @@ def _wait_until_gone(entry: JobEntry, now: bool, start_s: float) -> None:
             send_signal(entry, signal.SIGTERM)
         if now_s > tell_at_s:
             tell_at_s = float("inf")
-            say_waiting(f"the end of {entry.job_id} (pid {entry.pid})")
+            wait(f"the end of {entry.job_id} (pid {entry.pid})")
         time.sleep(_POLL_S)
+    return True
 
 
-def _sweep(entry: JobEntry) -> None:
-    """End what a launcher that has gone left on this machine; it carries the job's id."""
+def _sweep(entry: JobEntry) -> str:
+    """End what a launcher that has gone left on this machine, by the job's id; return what there is to say."""
     left = members_of_job(entry.job_id)
     sweep_job(entry.job_id)
     if members_of_job(entry.job_id):
@@ -210,11 +233,12 @@ def _sweep(entry: JobEntry) -> None:
         )
     ended = f"had ended already (exit code {entry.exit_code})" if entry.ended_s is not None else "had lost its launcher"
     found = "nothing was" if not left else "1 process was" if len(left) == 1 else f"{len(left)} processes were"
-    click.echo(f"{entry.job_id} {ended}; {found} left on {socket.gethostname()}")
+    said = f"{entry.job_id} {ended}; {found} left on {socket.gethostname()}"
     if entry.ended_s is None and len(entry.hosts) > 1:
-        click.echo(
-            f"on other hosts its ranks end with their lease, after {DEFAULT_LEASE_S:.0f} s unless --lease says else"
+        said += (
+            f"\non other hosts its ranks end with their lease, after {DEFAULT_LEASE_S:.0f} s unless --lease says else"
         )
+    return said
 
 
 @click.command("stacks", epilog=_STACKS_EPILOG)
@@ -230,7 +254,30 @@ def stacks(job: str, shows_all: bool, native: bool) -> None:
 
     Where ranks wait in a collective, the first lines say in which, and for which rank.
     """
-    entry = find_job(job)
+    text = take_stacks(find_job(job), native=native)
+    if shows_all:
+        click.echo(printable(text))
+        return
+    if summary := summary_of(text):
+        click.echo(printable(summary) + "\n")
+    for heading, stack in grouped_stacks(text):
+        click.echo(click.style(heading, bold=True))
+        click.echo(printable(stack))
+
+
+def grouped_stacks(text: str) -> list[tuple[str, str]]:
+    """Return stack traces, each with the ranks that have it as its heading; the largest group last."""
+    return [
+        (f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:", stack)
+        for ranks, stack in group_by_stack(text)
+    ]
+
+
+def take_stacks(entry: JobEntry, *, native: bool = False) -> str:
+    """Have all ranks write their stack traces, and return the text. The job continues. Raises: LauncherError.
+
+    native: with those of native code.
+    """
     if entry.state == "elsewhere":
         raise UsageError(
             f"the launcher of {entry.job_id} runs on {entry.machine}", hint=f"there: launch stacks {entry.job_id}"
@@ -241,15 +288,7 @@ def stacks(job: str, shows_all: bool, native: bool) -> None:
     before = _stacks_files(folder)
     if not send_signal(entry, NATIVE_STACKS_SIGNAL if native else STACKS_SIGNAL):
         raise UsageError(f"{entry.job_id} has just ended", hint=f"launch logs {entry.job_id}")
-    text = _wait_for_stacks(folder, before)
-    if shows_all:
-        click.echo(printable(text))
-        return
-    if summary := summary_of(text):
-        click.echo(printable(summary) + "\n")
-    for ranks, stack in group_by_stack(text):
-        click.echo(click.style(f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:", bold=True))
-        click.echo(printable(stack))
+    return _wait_for_stacks(folder, before)
 
 
 def _stacks_files(folder: Path) -> dict[Path, tuple[int, int]]:

@@ -1,0 +1,1 @@
+"""`launch top`: jobs on a screen, or as one frame of text."""
