@@ -396,6 +396,15 @@ def test_without_a_terminal_or_textual_it_says_what_to_do(tmp_path: Path, monkey
     assert out[-1] == "a step of rank 0, 500 ms: communication 40% · backward 40% · forward 20%"
 
 
+def test_a_job_whose_launcher_has_gone_has_no_rank_that_runs(tmp_path: Path) -> None:
+    job = a_job(tmp_path, 2)
+    job.register(process="another boot:1")
+    out = run_here(tmp_path, "top", "calm", "--once").out.splitlines()
+    assert "launcher gone" in out[0]
+    assert "left" not in out[1]
+    assert [line.split()[2] for line in out[4:6]] == ["gone", "gone"]
+
+
 def test_json_of_a_job_of_the_list_and_of_ps(tmp_path: Path) -> None:
     job = a_job(tmp_path, 2)
     job.step(0, 4, loss="nan")

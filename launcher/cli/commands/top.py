@@ -81,7 +81,7 @@ def _print(entry: JobEntry | None, *, as_json: bool) -> None:
             click.echo("".join(piece.text for piece in frame.list_row(each, state, views.get(each.job_id), width)))
         return
     state = entry.state
-    view = LiveJob(Path(entry.run_folder)).look(time.time(), reads_all=True)
+    view = frame.with_end(LiveJob(Path(entry.run_folder)).look(time.time(), reads_all=True), state)
     if as_json:
         click.echo(json.dumps(frame.as_json(entry, view, state), indent=2))
         return

@@ -254,7 +254,7 @@ class JobScreen(Screen[None]):
     # ---- drawing ----
 
     def _show(self, view: JobView, state: str, log: LogTail | None, lines: list[str]) -> None:
-        self._view, self._state = view, state
+        self._view, self._state = frame.with_end(view, state), state
         widget = self.query_one("#log", Log)
         if log is not None and widget.border_title != log.title:
             widget.clear()
@@ -333,7 +333,8 @@ class JobScreen(Screen[None]):
     def _row(self, key: Key, columns: Sequence[frame.Column], now_s: float) -> list[Words]:
         if isinstance(key, int):
             return frame.row_of(self._view.ranks.get(key, RankView(key)), columns, now_s)
-        return frame.host_row(key, self._by_host.get(key, []), now_s, "-" if key in self._open_hosts else "+")
+        mark, has_ended = "-" if key in self._open_hosts else "+", self._view.ended_at_s is not None
+        return frame.host_row(key, self._by_host.get(key, []), now_s, mark, has_ended=has_ended)
 
     @property
     def _rank(self) -> int | None:

@@ -126,9 +126,9 @@ def row_of(rank: RankView, columns: Sequence[Column], now_s: float) -> list[Word
     return [Words(_cell(cell.text, column), cell.kind) for cell, column in zip(cells, columns, strict=True)]
 
 
-def host_row(name: str, ranks: Sequence[RankView], now_s: float, mark: str) -> list[Words]:
+def host_row(name: str, ranks: Sequence[RankView], now_s: float, mark: str, *, has_ended: bool = False) -> list[Words]:
     """Return the row of a host: how many of its ranks do what, and how far the slowest is."""
-    states: Counter[Words] = Counter(rank_state(rank, now_s) for rank in ranks)
+    states: Counter[Words] = Counter(rank_state(rank, now_s, has_ended=has_ended) for rank in ranks)
     steps = [rank.step for rank in ranks if rank.step is not None]
     words = [Words(f"{mark} {printable(name)}"), Words(f"  {counted(len(ranks), 'rank')}", DIM)]
     for words_of, number in sorted(states.items(), key=lambda item: item[0].kind == OK):
@@ -171,6 +171,14 @@ class Filter:
 
 
 # ---- the job ----
+
+
+def with_end(view: JobView, state: str) -> JobView:
+    """Return a job whose launcher has gone without a word as one that has ended when its ranks were last heard."""
+    if state != "lost" or view.ended_at_s is not None:
+        return view
+    heard = [rank.heard_at_s for rank in view.ranks.values() if rank.heard_at_s is not None]
+    return dataclasses.replace(view, ended_at_s=max(heard, default=view.started_at_s))
 
 
 def job_state(entry: JobEntry | None, view: JobView, state: str) -> Words:
