@@ -516,6 +516,7 @@ class Engine(nn.Module):
         """Continue counting where a checkpoint was saved; a sum of gradients that was not finished is not in it."""
         self.global_steps, self.global_samples = state.global_steps, state.global_samples
         self.micro_steps = state.micro_steps
+        self._watch.continue_from(state.global_samples)
         self._losses.clear()
         self._begin_sum()
         self._last_step.restart(state.skipped_steps)

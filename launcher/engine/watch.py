@@ -150,6 +150,10 @@ class Watch:
         """Measure anew how many samples a second are trained on, with this many a step."""
         self.throughput = ThroughputTimer(train_batch_size, self._parts.settings.steps_per_print or 1)
 
+    def continue_from(self, num_samples: int) -> None:
+        """Count what is trained on from here: a checkpoint's samples are no part of the next step."""
+        self._num_samples = num_samples
+
     def prints(self, step: int) -> bool:
         """Whether this rank prints a line about this step."""
         every = self._parts.settings.steps_per_print
