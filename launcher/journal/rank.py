@@ -9,7 +9,6 @@ business.
 from __future__ import annotations
 
 import atexit
-import errno
 import json
 import math
 import os
@@ -43,7 +42,7 @@ class RankJournal:
 
     def __init__(self, descriptor: int) -> None:
         """descriptor: the agent reads the other end."""
-        self._descriptor, self._pipe = descriptor, os.fstat(descriptor).st_ino
+        self._descriptor = descriptor
         self._queue: deque[dict[str, Any]] = deque()
         self._num_dropped = 0
         self.num_bytes = 0
@@ -84,11 +83,8 @@ class RankJournal:
         self._samplers.append(sampler)
 
     def flush(self) -> None:
-        """Write what is there. Waits for the agent to read. Raises: OSError where the pipe is closed."""
+        """Write what is there. Waits for the agent to read."""
         with self._lock:
-            # A script may have closed descriptors that it does not know, and then opened a file of its own there.
-            if os.fstat(self._descriptor).st_ino != self._pipe:
-                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             while self._queue:
                 self._write(self._queue.popleft())
             if self._num_dropped:
@@ -111,7 +107,7 @@ class RankJournal:
                 for sampler in self._samplers:
                     sampler()
                 self.flush()
-        except OSError:  # the script has closed the pipe; or the agent has gone, and this process is about to go too
+        except OSError:  # the agent has gone, and this process is about to go too
             self._is_over.set()
             global _is_off
             _is_off = True
