@@ -78,6 +78,7 @@ SECTIONS = (
     Section("stalls", "tests/soak/stalls.py"),
     Section("many_ranks", "many_ranks.py"),
     Section("output", "output.py --rounds 3"),
+    Section("journal_reading", "journal_reading.py"),
     Section("step_time_mlp", "step_time.py --models mlp --rounds 6", 2),
     Section("step_time_gpt", "step_time.py --models gpt --rounds 5", 2),
     Section("step_time_gpt100m", "step_time.py --models gpt100m --rounds 3", 2),

@@ -38,6 +38,7 @@ SHORT = {
     "checkpoint_kills": ("--count 2", 0),
     "stalls": ("--pause 4 --lease 3 --cases suspended", 0),
     "many_ranks": ("--ranks 4 --hosts 2", 0),
+    "journal_reading": ("--megabytes 0.2 --rounds 1", 0),
     "output": ("--lines 50 --ranks 1 --rounds 1", 0),
     "step_time": ("--models tiny --rounds 1", 1),
     "offload_time": ("--model tiny --rounds 1", 1),

@@ -44,6 +44,7 @@ COMMANDS = {
     "top": _Lazy(f"{_PACKAGE}.top", "top", "Watch jobs on the terminal: ranks, curves, phases, logs.", _JOBS),
     "ps": _Lazy(f"{_PACKAGE}.jobs", "ps", "List running jobs, and those that ended today.", _JOBS),
     "logs": _Lazy(f"{_PACKAGE}.jobs", "logs", "Show what the ranks of a job wrote.", _JOBS),
+    "show": _Lazy(f"{_PACKAGE}.show", "show", "Show what a job did, in figures.", _JOBS),
     "stacks": _Lazy(f"{_PACKAGE}.jobs", "stacks", "Print the Python stack traces of all ranks of a job.", _JOBS),
     "kill": _Lazy(f"{_PACKAGE}.jobs", "kill", "Stop a job on all its hosts.", _JOBS),
     "config": _Lazy(f"{_PACKAGE}.config", "config_group", "Check an engine config, or explain a key.", _ENGINE),
@@ -56,7 +57,7 @@ COMMANDS = {
         f"{_PACKAGE}.checkpoint", "checkpoint_group", "List, verify, remove or convert checkpoints.", _ENGINE
     ),
     "io": _Lazy(f"{_PACKAGE}.io", "io", "Measure a disk, and print the best aio section.", _ENGINE),
-    "report": _Lazy(f"{_PACKAGE}.report", "report", "Show versions, devices, compilers, kernels.", _INSTALLATION),
+    "report": _Lazy(f"{_PACKAGE}.report", "report", "Write what jobs did as a page; without JOB: versions.", _JOBS),
     "deepspeed-command": _Lazy(
         f"{_PACKAGE}.deepspeed_command",
         "deepspeed_command",
@@ -168,7 +169,7 @@ class LaunchGroup(click.Group):
         with formatter.section("Options"):
             formatter.write_dl(
                 [
-                    ("-h, --help", "Show this. Options of a run: launch run --help; others: launch COMMAND --help."),
+                    ("-h, --help", "Show this. More: launch run --help, launch COMMAND --help."),
                     ("-V, --version", "Show the version."),
                 ]
             )

@@ -166,6 +166,21 @@ def find_job(text: str) -> JobEntry:
     raise UsageError(f'no job "{text}"', where=str(jobs_folder()), hint=near or "launch ps shows the jobs there are")
 
 
+def find_run(text: str) -> tuple[Path, JobEntry | None]:
+    """Return the run folder that `text` is the path of, else that of the job it names, as `find_job` finds it.
+
+    Raises: UsageError, also where the folder is not there.
+    """
+    folder = Path(text)
+    if folder.is_dir() and (os.sep in text or any(folder.glob("*.jsonl"))):
+        return folder, None
+    entry = find_job(text)
+    if not Path(entry.run_folder).is_dir():
+        why = "it was removed" if entry.is_here else f"it is on {entry.machine}"
+        raise UsageError(f"the run folder of {entry.job_id} is not here", where=entry.run_folder, hint=why)
+    return Path(entry.run_folder), entry
+
+
 def process_identity(pid: int) -> str | None:
     """Return boot id and start time of a living process, which no other ever has; None when there is none."""
     start_ticks = identity(pid).partition(":")[2]

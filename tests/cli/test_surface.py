@@ -112,7 +112,13 @@ TOOLS_SURFACE: dict[str, dict[str, tuple[str, ...]]] = {
     "completion": {},
     "deepspeed-command": {},
     "io": {"size_bytes": ("--size",), "seconds": ("--seconds",), "as_json": ("--json",)},
-    "report": {"job": ("--job",), "config": ("--config",), "as_json": ("--json",)},
+    "report": {
+        "output": ("-o", "--output"),
+        "job": ("--job",),
+        "config": ("--config",),
+        "as_json": ("--json",),
+    },
+    "show": {"as_json": ("--json",)},
 }
 
 

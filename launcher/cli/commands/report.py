@@ -1,4 +1,4 @@
-"""`launch report`: what is installed here, to read or to put into a bug report."""
+"""`launch report`: what jobs did, as a page; without a job what is installed here, to put into a bug report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import dataclasses
 import json
 import os
 import shlex
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import click
@@ -14,6 +15,7 @@ import click
 from launcher.base.errors import UsageError
 from launcher.base.secrets import MASK, mask_text
 from launcher.base.units import counted, format_bytes, printable
+from launcher.cli.commands.jobs import complete_job
 from launcher.cluster.nodeset import fold
 from launcher.hosts.inventory import gather
 from launcher.plan.engine_config import config_argument
@@ -21,20 +23,30 @@ from launcher.registry.registry import JobEntry, find_job
 
 _EPILOG = """\b
 examples:
+  launch report calm-otter-4f2a -o run.html
+  launch report calm-otter-4f2a bold-lynx-77c1
   launch report
   launch report --job calm-otter --config ds_config.json > report.txt
 """
 
 
 @click.command("report", epilog=_EPILOG)
+@click.argument("jobs", nargs=-1, metavar="[JOB]...", shell_complete=complete_job)
+@click.option("-o", "--output", metavar="FILE", help="Where to write the page of the jobs. Default: JOB.html.")
 @click.option("--job", metavar="JOB", help="Add what a job ran and how it ended, and the config that it was given.")
 @click.option("--config", metavar="FILE", help="Add a config file.")
 @click.option("--json", "as_json", is_flag=True, help="Print it as JSON.")
-def report(job: str | None, config: str | None, as_json: bool) -> None:
-    """Show versions, devices, compilers and the kernels in use on this machine. No environment values, and no secrets.
+def report(jobs: tuple[str, ...], output: str | None, job: str | None, config: str | None, as_json: bool) -> None:
+    """Write one page of HTML on what each JOB did and, of several, what differs between them.
 
-    JOB is an id of `launch ps`, or the beginning of one.
+    Without a JOB: show versions, devices, compilers and the kernels in use on this machine. No environment values, and
+    no secrets. A JOB is an id of `launch ps`, or the beginning of one, or the path of a run folder.
     """
+    if jobs:
+        _write_page(jobs, output, {"--job": job, "--config": config, "--json": as_json})
+        return
+    if output is not None:
+        raise UsageError("no JOB is named", where="--output", hint="launch ps shows the jobs there are")
     entry = None if job is None else find_job(job)
     if config is None and entry is not None:
         path = os.path.join(entry.cwd, config_argument(entry.command) or "")
@@ -53,6 +65,19 @@ def report(job: str | None, config: str | None, as_json: bool) -> None:
     for title, body in (("nvidia-smi topo -m", found.get("topology")), (config, text)):
         if body:
             click.echo(f"\n{title}:\n{printable(body)}")
+
+
+def _write_page(jobs: Sequence[str], output: str | None, others: dict[str, object]) -> None:
+    from launcher.cli.views.facts import load_run
+    from launcher.cli.views.page import write_page
+
+    mixed = [name for name, value in others.items() if value]
+    if mixed:
+        raise UsageError("it says what is installed here, without a page of jobs", where=mixed[0], hint="leave one out")
+    runs = [load_run(job) for job in dict.fromkeys(jobs)]
+    path = Path(output or f"{runs[0].name}.html")
+    write_page(runs, path)
+    click.echo(path)
 
 
 def _text_of(path: str) -> str:
