@@ -35,7 +35,7 @@ _MAX_LEFT_BYTES = 4 << 20  # of a file that a rank has left
 _NUM_RECORDED = "2000"  # collectives in torch's flight recorder: its own default, since torch has one that is not 0
 _LIBRARY = os.path.dirname(os.__file__)
 _FRAMES_OF = ("start.py", "worker.py", os.path.join("api", "rank.py"))  # lead to the user's code
-_LISTENER = ("launcher", "compat", "collectives.py")
+OWN_THREADS = ("launcher/compat/collectives.py", "launcher/journal/rank.py")  # of a rank
 _HINTS = {
     errno.EAGAIN: "the limit of processes is reached: see ulimit -u, and pids.max of the container or cgroup",
     errno.EMFILE: "the limit of open files is reached: see ulimit -n",
@@ -298,11 +298,14 @@ def read_object(path: str) -> dict[str, Any] | None:
 def without_own_frames(text: str) -> str:
     """Return the stacks that faulthandler has written without the frames that have led to the user's code.
 
-    They are the last of each thread: our own, and those of runpy between them and a module or folder. The thread that
-    answers for its rank is left out.
+    They are the last of each thread: our own, and those of runpy between them and a module or folder. Threads of our
+    own are left out, but for one that has crashed.
     """
-    listener = f'  File "{os.path.join(package_root(), *_LISTENER)}"'
-    text = "\n\n".join(thread for thread in text.split("\n\n") if listener not in thread)
+    files = tuple(f'  File "{os.path.join(package_root(), path)}"' for path in OWN_THREADS)
+    threads = text.split("\n\n")
+    text = "\n\n".join(
+        thread for thread in threads if thread.startswith("Current thread") or not any(file in thread for file in files)
+    )
     own = [os.path.join(package_root(), "launcher", name) for name in _FRAMES_OF]
     starts = tuple(f'  File "{path}"' for path in (*own, "<frozen runpy>", os.path.join(_LIBRARY, "runpy.py")))
     kept: list[str] = []

@@ -16,7 +16,7 @@ import subprocess
 import sys
 import time
 
-from launcher.agent.spawn import RankProcess, read_object, without_own_frames
+from launcher.agent.spawn import OWN_THREADS, RankProcess, read_object, without_own_frames
 from launcher.agent.wire import Stacks
 from launcher.base import env
 from launcher.base.processes import state_of
@@ -234,14 +234,12 @@ def _native_text(output: str) -> str:
     if not found:
         why = next((line for line in head.splitlines() if line.startswith(("Error", "  "))), "").strip()
         return f"  (no native stack: py-spy says {why or 'nothing'})\n" if head else ""
-    threads = [part for part in f"Thread {frames}".split("\nThread ") if not _is_listener(part)]
+    threads = [
+        part for part in f"Thread {frames}".split("\nThread ") if not any(f"{path}:" in part for path in OWN_THREADS)
+    ]
     lines = [line for line in "\nThread ".join(threads).splitlines() if not _OWN_FRAME.search(line)]
     cut = [line if len(line) <= _MAX_FRAME_CHARS else line[: _MAX_FRAME_CHARS - 1] + "…" for line in lines]
     return "".join(f"  {line}\n" for line in ("by py-spy:", *filter(str.strip, cut)))
-
-
-def _is_listener(thread: str) -> bool:
-    return "launcher/compat/collectives.py:" in thread
 
 
 def find_py_spy() -> str | None:

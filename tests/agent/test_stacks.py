@@ -82,8 +82,9 @@ def test_py_spy_is_found_beside_the_interpreter_and_in_the_path(
         assert stacks.find_py_spy() == str(program)
 
 
-def test_the_thread_that_answers_is_left_out_of_stacks() -> None:
-    own = f'  File "{package_root()}/launcher/compat/collectives.py", line 60 in _answer_requests'
+@pytest.mark.parametrize("file", ["compat/collectives.py", "journal/rank.py"])
+def test_threads_of_our_own_are_left_out_of_stacks(file: str) -> None:
+    own = f'  File "{package_root()}/launcher/{file}", line 60 in _answer_requests'
     threads = [f"Thread 0x01 (most recent call first):\n{own}", 'Current thread 0x02:\n  File "t.py", line 3 in f']
     assert without_own_frames("\n\n".join(threads)) == threads[1]
 
