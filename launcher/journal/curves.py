@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from launcher.journal.history import History, RankHistory, Start
 from launcher.journal.records import COMMUNICATION, PHASES
-from launcher.journal.summary import batch_share, rate_column
+from launcher.journal.summary import rate_column, share_of_ranks
 
 MAX_POINTS = 600  # of a curve: a screen shows no more
 MAX_BARS = 120
@@ -153,11 +153,11 @@ def rate_over_time(history: History) -> Curve:
     """Return the rate of all ranks over time, zero where no step was done. Its unit is that of `rate_column`."""
     if not any(True for _ in _ranks(history)):
         return Curve()
-    column, unit = rate_column(history)
+    column, _ = rate_column(history)
     begin, width, count = _time_buckets(history)
-    amounts = [0.0] * count
+    amounts, share = [0.0] * count, share_of_ranks(history, column)
     for start, rank in _ranks(history):
-        factor = 1 / max(1, len(start.ranks)) if unit == "steps/s" else batch_share(history)
+        factor = 1 / max(1, len(start.ranks)) if column == "num_steps" else share
         columns = (rank.columns[name] for name in ("time_s", "duration_s", column))
         for time_s, duration_s, amount in zip(*columns, strict=True):
             if amount > 0:
@@ -185,7 +185,7 @@ def over_time(history: History, column: str) -> Curve:
         return Curve()
     begin, width, _ = _time_buckets(history)
     offset = history.begun_s or begin
-    buckets = _Buckets(begin - offset, width)
+    buckets = _Buckets(begin - offset, 2 * width)  # some record of each rank is in each
     for _, rank in _ranks(history):
         for time_s, value in zip(rank.columns["time_s"], rank.columns[column], strict=True):
             if math.isfinite(value):

@@ -304,28 +304,45 @@ def _records(lines: list[bytes]) -> tuple[list[Record], int]:
 
 def _add_steps(rank: RankHistory, records: list[Record]) -> None:
     """Add step records to the columns; those without number, time and duration are damaged."""
-    sound = [record for record in records if _is_sound(record)]
+    sound = _sound(records)
     rank.num_damaged += len(records) - len(sound)
     if not rank.columns:
         rank.columns = {name: array("d") for name in (*NUMBERS, *PHASES)}
     for name in NUMBERS:
-        column = rank.columns[name]
-        num_before = len(column)
-        try:
-            column.extend([record[name] for record in sound])
-        except (KeyError, TypeError, OverflowError):
-            del column[num_before:]
-            column.extend([_number(record.get(name)) for record in sound])
+        values = [record.get(name) for record in sound]
+        _extend(rank.columns[name], [NAN if value is None else value for value in values])
+    phases = [each if isinstance(each, dict) else {} for each in [record.get("phases") for record in sound]]
     for name in PHASES:
-        rank.columns[name].extend([_seconds(record.get("phases"), name) for record in sound])
+        _extend(rank.columns[name], [times.get(name, 0.0) for times in phases])
     if rank.first_nonfinite_loss is None:
         numbers = (record["step"] for record in sound if isinstance(record.get("loss"), str))
         rank.first_nonfinite_loss = next(numbers, None)
 
 
-def _is_sound(record: Record) -> bool:
-    values = [record.get(name) for name in ("step", "num_steps", "duration_s", "time_s")]
-    return all(map(_is_finite, values)) and record["num_steps"] >= 1 and record["duration_s"] >= 0
+def _sound(records: list[Record]) -> list[Record]:
+    """Return the step records that have numbers where each must have one."""
+    most = _BEYOND_NUMBERS
+    try:
+        return [
+            record
+            for record in records
+            if -most < record["time_s"] < most
+            and -most < record["step"] < most
+            and 1 <= record["num_steps"] < most
+            and 0 <= record["duration_s"] < most
+        ]
+    except (KeyError, TypeError):
+        return [] if len(records) == 1 else [found for record in records for found in _sound([record])]
+
+
+def _extend(column: array[float], values: list[Any]) -> None:
+    """Add values to a column, all at once where all are numbers."""
+    num_before = len(column)
+    try:
+        column.extend(values)
+    except (TypeError, OverflowError):
+        del column[num_before:]
+        column.extend(map(_number, values))
 
 
 def _is_finite(value: Any) -> bool:
@@ -337,11 +354,6 @@ def _number(value: Any) -> float:
     with contextlib.suppress(TypeError, ValueError, OverflowError):
         return float(value)
     return NAN
-
-
-def _seconds(phases: Any, name: str) -> float:
-    value = phases.get(name, 0.0) if isinstance(phases, dict) else 0.0
-    return float(value) if _is_finite(value) else 0.0
 
 
 def _records_in(value: Any) -> list[Record]:

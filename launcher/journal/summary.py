@@ -119,7 +119,6 @@ def summarize(history: History) -> Summary:
     firsts, lasts = _step_range(history)
     end = history.starts[-1].end if history.starts else None
     exit_code, failure = _end_of(history, end)
-    saves = [record for rank in history.ranks() for record in rank.of_kind("save")]
     nonfinite = [rank.first_nonfinite_loss for rank in history.ranks() if rank.first_nonfinite_loss is not None]
     sent = _mean_over_ranks(history, lambda _, rank: _total(rank, "sent_bytes"))
     return Summary(
@@ -151,8 +150,8 @@ def summarize(history: History) -> Summary:
         peak_bytes=_peaks(history),
         sent_bytes_of_step=sent / num_steps if num_steps and sent else None,
         slowest=_slowest(history),
-        num_saves=max((len(rank.of_kind("save")) for rank in history.ranks()), default=0),
-        save_s=max((_seconds_of(rank.of_kind("save")) for rank in history.ranks()), default=0.0) if saves else 0.0,
+        num_saves=sum(max((len(each) for each in saves), default=0) for saves in _saves(history)),
+        save_s=sum(max(map(_seconds_of, saves), default=0.0) for saves in _saves(history)),
         logged=last_logged(history),
         is_sample=history.is_sample,
         num_damaged=history.num_damaged,
@@ -246,12 +245,12 @@ def _loss(history: History, *, is_last: bool) -> float | None:
     return None
 
 
-def batch_share(history: History) -> float:
-    """Return how many ranks of one have data of their own: less than 1 where tensor, pipeline or sequence parallel
-    ranks work on the same samples, by the batch sizes of the engine's config.
+def share_of_ranks(history: History, column: str) -> float:
+    """Return which share of what ranks count is the job's: less than 1 where tensor, pipeline or sequence parallel
+    ranks count the same samples, by the batch sizes of the engine's config.
     """
     config = history.engine.get("config")
-    if not isinstance(config, dict):
+    if column == "num_steps" or not isinstance(config, dict):
         return 1.0
     names = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
     sizes: list[Any] = [config.get(name) for name in names]
@@ -259,7 +258,9 @@ def batch_share(history: History) -> float:
     if not world_size or not all(isinstance(size, int) and size > 0 for size in sizes):
         return 1.0
     batch, micro, accumulation = map(float, sizes)
-    return min(1.0, batch / (micro * accumulation * float(world_size)))
+    # Sequence parallel ranks have parts of a sequence each: no token is counted twice.
+    parts = config.get("sequence_parallel_size") or 1 if column == "tokens" else 1
+    return min(1.0, batch * float(parts) / (micro * accumulation * float(world_size)))
 
 
 def rate_column(history: History) -> tuple[str, str]:
@@ -277,8 +278,8 @@ def _rate(history: History) -> Rate | None:
         return None
     world_size = max(len(start.ranks) for start in history.starts)
     # Of a sample of ranks, and in steps, the mean is what counts.
-    num_ranks = float(history.job.get("world_size") or world_size) * batch_share(history)
-    factor = 1.0 if unit == "steps/s" else num_ranks
+    num_ranks = float(history.job.get("world_size") or world_size)
+    factor = 1.0 if column == "num_steps" else num_ranks * share_of_ranks(history, column)
     tenth = max(1.0, (last - first + 1) * _TENTH)
     medians = [_median_rate(rank, column) for rank in history.ranks() if len(rank)]
     median = statistics.fmean(medians)
@@ -362,6 +363,11 @@ def _try_facts(start: Start) -> TryFacts:
     raised = (event for event in start.events if event["kind"] == "raised" and event.get("rank") == rank)
     words = next((f"{event.get('type')}: {event.get('message')}" for event in raised), "")
     return TryFacts(start.number, start.begun_s, start.ended_s, end.get("exit_code"), reason, words)
+
+
+def _saves(history: History) -> list[list[list[Record]]]:
+    """Return the saves of each rank in each start."""
+    return [[rank.of_kind("save") for rank in start.ranks.values()] for start in history.starts]
 
 
 def _seconds_of(saves: list[Record]) -> float:

@@ -30,7 +30,6 @@ from launcher.cli.options.command import Number
 from launcher.cli.top.frame import PROGRESS_TITLE, ProgressOfJobs, progress_json, progress_text
 from launcher.cluster.nodeset import fold
 from launcher.fleet.signals import NATIVE_STACKS_SIGNAL, STACKS_SIGNAL
-from launcher.job.hang import group_by_stack, summary_of
 from launcher.journal.live import JobView
 from launcher.plan.plan import DEFAULT_LEASE_S
 from launcher.registry.log_reader import LogReader
@@ -254,6 +253,8 @@ def stacks(job: str, shows_all: bool, native: bool) -> None:
 
     Where ranks wait in a collective, the first lines say in which, and for which rank.
     """
+    from launcher.job.hang import summary_of  # what runs jobs is not for whoever looks at them
+
     text = take_stacks(find_job(job), native=native)
     if shows_all:
         click.echo(printable(text))
@@ -267,6 +268,8 @@ def stacks(job: str, shows_all: bool, native: bool) -> None:
 
 def grouped_stacks(text: str) -> list[tuple[str, str]]:
     """Return stack traces, each with the ranks that have it as its heading; the largest group last."""
+    from launcher.job.hang import group_by_stack
+
     return [
         (f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}:", stack)
         for ranks, stack in group_by_stack(text)

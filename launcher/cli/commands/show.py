@@ -23,7 +23,7 @@ from launcher.cli.views.facts import (
 from launcher.journal.summary import Summary
 
 # What is read of the ranks' files at most: in half a second, start of the command included.
-_MAX_BYTES = 4 << 20
+_MAX_BYTES = 3 << 20
 _COLUMNS = 80
 
 _EPILOG = """\b

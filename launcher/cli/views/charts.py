@@ -102,7 +102,8 @@ def _over_steps(runs: Sequence[Run], column: str, title: str) -> Chart:
     has_redone = False
     for place, run in enumerate(runs):
         curve, redone = over_steps(run.history, column)
-        traces += _line(curve, run.name, color_of(place), has_range=column == "loss" and len(runs) == 1)
+        style = _Style(color_of(place), _width(place, len(runs)), has_range=column == "loss" and len(runs) == 1)
+        traces += _line(curve, run.name, style)
         if redone:
             has_redone = True
             traces.append(_dotted(redone))
@@ -126,14 +127,27 @@ def _dotted(curve: Curve) -> dict[str, Any]:
     return {"x": curve.xs, "y": curve.means, "name": "done again", "mode": mode, "line": line, "showlegend": False}
 
 
-def _line(curve: Curve, name: str, color: str, *, has_range: bool = False) -> list[dict[str, Any]]:
-    """Return the traces of a curve; has_range: with a band from the least to the most."""
+@dataclass(frozen=True)
+class _Style:
+    color: str
+    width: float = 2.0
+    has_range: bool = False  # a band from the least to the most
+
+
+def _width(place: int, num_runs: int) -> float:
+    """Return the width of a job's lines: those below are wider, so that equal curves do not hide each other."""
+    return min(6.0, 2.0 + 2.0 * (num_runs - 1 - place))
+
+
+def _line(curve: Curve, name: str, style: _Style) -> list[dict[str, Any]]:
+    """Return the traces of a curve."""
     if not curve:
         return []
+    color, line = style.color, {"color": style.color, "width": style.width}
     mode = "lines" if len(curve.xs) > 1 else "markers"
-    main = {"x": curve.xs, "y": curve.means, "name": shown(name), "mode": mode, "line": {"color": color, "width": 2}}
+    main: dict[str, Any] = {"x": curve.xs, "y": curve.means, "name": shown(name), "mode": mode, "line": line}
     main["marker"] = {"color": color, "size": 7}
-    if not has_range or curve.lows == curve.highs:
+    if not style.has_range or curve.lows == curve.highs:
         return [main]
     edge = {"mode": "lines", "line": {"width": 0, "color": color}, "hoverinfo": "skip", "showlegend": False}
     low = {"x": curve.xs, "y": curve.lows, **edge}
@@ -170,7 +184,7 @@ def _rate(runs: Sequence[Run]) -> Chart:
     traces = []
     for place, run in enumerate(runs):
         curve = _in_unit(rate_over_time(run.history), unit_s)
-        traces += _line(curve, f"{run.name}", color_of(place)) if run.summary.rate is not None else []
+        traces += _line(curve, run.name, _Style(color_of(place), _width(place, len(runs)))) if curve else []
     layout = _axes(f"{unit} since the job began", has_legend=len(runs) > 1)
     layout["yaxis"]["rangemode"] = "tozero"
     return Chart("rate", title, traces, layout, "All ranks together. Zero: no step was done.")
@@ -182,7 +196,7 @@ def _memory(runs: Sequence[Run]) -> Chart:
     for place, run in enumerate(runs):
         curve = _in_unit(over_time(run.history, "memory_bytes"), unit_s)
         gib = Curve(curve.xs, *([value / 2**30 for value in ys] for ys in (curve.means, curve.lows, curve.highs)))
-        traces += _line(gib, run.name, color_of(place), has_range=len(runs) == 1)
+        traces += _line(gib, run.name, _Style(color_of(place), _width(place, len(runs)), has_range=len(runs) == 1))
     note = "Of each rank, in use at the end of a step: mean and range over ranks."
     layout = _axes(f"{unit} since the job began", "GiB", has_legend=len(runs) > 1)
     layout["yaxis"]["rangemode"] = "tozero"
@@ -200,7 +214,8 @@ def logged_charts(runs: Sequence[Run]) -> list[Chart]:
         axis = "step" if all(axis == "step" for _, axis, _ in curves) else "s since the job began"
         traces: list[dict[str, Any]] = []
         for place, _, curve in curves:
-            traces += _line(curve, runs[place].name, color_of(place), has_range=len(runs) == 1)
+            style = _Style(color_of(place), _width(place, len(runs)), has_range=len(runs) == 1)
+            traces += _line(curve, runs[place].name, style)
         charts.append(Chart(f"logged-{number}", name, traces, _axes(axis, has_legend=len(curves) > 1), height=220))
     return charts
 
