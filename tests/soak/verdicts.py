@@ -134,7 +134,8 @@ def place(name: str, folder: Path) -> Iterator[tuple[tuple[str, ...], dict[str, 
             yield ("--hostfile", str(hosts), "--ssh_config", str(sshd.ssh_config), "--force_multi"), {}
         elif name == "srun":
             slurm = stack.enter_context(LoopbackSlurm(folder / "slurm"))
-            yield (), stack.enter_context(slurm.allocation("--gres=gpu:1"))
+            # No resolver knows the names of its nodes, which are all this machine.
+            yield ("--master_addr", "127.0.0.1"), stack.enter_context(slurm.allocation("--gres=gpu:1"))
         else:
             yield ("--num_gpus", "2"), {}
 
