@@ -113,7 +113,7 @@ class Expected:
 
 EXPECTED = {
     "kill": Expected(("failure",), r"✗ rank {rank} .*killed by SIGKILL", 137),
-    "hang": Expected(("hang",), r"✗ rank {rank} .*no progress for", 124, ("--hang-timeout", "40")),
+    "hang": Expected(("hang", "silent"), r"✗ rank {rank} .*no progress for", 124, ("--hang-timeout", "40")),
     "slow": Expected(("straggler",), r"! rank {rank}\b.* is slow"),
     "diskfull": Expected(("failure",), r"✗ rank {rank} .* failed", 1),
     "preempt": Expected((), r"about to be preempted", 75),
