@@ -76,6 +76,7 @@ SECTIONS = (
     Section("random_kills", "tests/soak/random_kills.py --count 300"),
     Section("checkpoint_kills", "tests/soak/checkpoint_kills.py"),
     Section("stalls", "tests/soak/stalls.py"),
+    Section("verdicts", "tests/soak/verdicts.py"),
     Section("many_ranks", "many_ranks.py"),
     Section("output", "output.py --rounds 3"),
     Section("journal_reading", "journal_reading.py"),

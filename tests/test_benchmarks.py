@@ -54,6 +54,7 @@ SHORT = {
     "rehearsal": ("--models mlp --worlds 1 --large 1", 0),
     "plan": ("--micro-batches 8 --layers 1 --rounds 1 --seconds 1", 0),
     "journal": ("--rounds 2 --models tiny --steps 2", 2),
+    "verdicts": ("--places local --kinds plain --only kill --healthy 0 --seconds 3", 0),
     "nvme": ("--size 4MiB --seconds 0.01 --rounds 1", 0),
     "nvme_step": ("--layers 1 --rounds 1", 0),
     "hf_trainer": ("--rounds 1 --models vit --steps 3 --width 64 --engines launch", 0),
@@ -70,7 +71,16 @@ SHORT = {
 LONG = {"step_time", "pipeline", "checkpoint_time", "nvme"}
 # Longer still, or alike; and what `make soak-programs` runs.
 SOAK = {
-    *("architectures", "hf_trainer", "plan", "pretrained_memory", "random_kills", "checkpoint_kills", "stalls"),
+    *(
+        "architectures",
+        "hf_trainer",
+        "plan",
+        "verdicts",
+        "pretrained_memory",
+        "random_kills",
+        "checkpoint_kills",
+        "stalls",
+    ),
     *("fanout", "scale_model", "many_ranks", "fault_matrix", "offload_time", "growth", "expert_parallel", "onebit"),
     *("sequence_parallel", "nvme_step", "parity_table", "memory_table", "to_fp32", "checkpoint_peers", "output"),
     *("startup", "rehearsal"),

@@ -16,7 +16,7 @@ from typing import Any
 
 from launcher.base.progress import BETWEEN_STEPS, STARTING, TRAINING
 from launcher.journal.read import JobJournal, JournalFile, Record, TryJournal
-from launcher.journal.records import COMMUNICATION, LAUNCHER_RECORDS
+from launcher.journal.records import COMMUNICATION, FORWARD, LAUNCHER_RECORDS, useful_phases
 
 LOSS, STEPS_PER_S, TOKENS_PER_S = "loss", "steps/s", "tokens/s"
 SLOW_FACTOR = 1.2  # a rank whose own time is less above the median is as quick as the others
@@ -193,6 +193,7 @@ class _Rank:
         self.has_steps = False  # records of its own, and not the launcher's alone
         self.last: tuple[int, float, float] = (1, 0.0, 0.0)  # steps, seconds and tokens of the last record
         self.loss_source = 0
+        self.useful_s = self.total_s = 0.0  # of steps
         self._view: RankView | None = None
 
     def set(self, **facts: Any) -> None:
@@ -205,6 +206,10 @@ class _Rank:
         duration_s, tokens = _number(record.get("duration_s")) or 0.0, _number(record.get("tokens")) or 0.0
         phases = record.get("phases")
         self.has_steps, self.last = True, (num_steps, duration_s, tokens)
+        if isinstance(phases, dict) and duration_s > 0:
+            names = useful_phases(has_forward=FORWARD in phases)
+            self.useful_s += sum(_number(phases.get(name)) or 0.0 for name in names)
+            self.total_s += duration_s
         self._window.append((num_steps, duration_s, tokens, phases if isinstance(phases, dict) else {}))
         facts = {name: _number(record.get(name)) for name in ("memory_bytes", "peak_bytes")}
         self.set(**{name: value for name, value in facts.items() if value is not None})
@@ -259,7 +264,9 @@ class LiveJob:
         self._started: dict[int, int] = {}  # rank -> where in its file the first look began
         self._num_looks = self._turn = 0
         self._curves: dict[str, Curve] = {}
-        self._useful: Curve | None = Curve(is_total=True)  # seconds of steps that count; None: not all was read
+        self._useful: Curve | None = Curve(
+            is_total=True
+        )  # seconds of steps that were not done again; None: not all was read
         self._events: deque[tuple[float, str]] = deque(maxlen=_MAX_EVENTS)
         self._first_start_s: float | None = None
         self._now_s = 0.0
@@ -456,6 +463,8 @@ class LiveJob:
         texts = {name: str(record.get(name) or "") for name in ("name", "severity", "text", "next")}
         key = (texts["name"], rank, host)
         self._verdicts.pop(key, None)
+        if record.get("until_step") is not None:  # it is so no longer
+            return
         self._verdicts[key] = Verdict(time_s=time_s, rank=rank, host=host, **texts)
         if len(self._verdicts) > _MAX_VERDICTS:
             del self._verdicts[next(iter(self._verdicts))]
@@ -508,6 +517,11 @@ class LiveJob:
                 if number != self._rate_rank:
                     self._begin_curves(number)
             self._take_loss(number, step, loss, _OF_ENGINE)
+
+    def _useful_share(self) -> float:
+        """Return which part of a step trains: the mean over ranks, of all that was read."""
+        shares = [rank.useful_s / rank.total_s for rank in self._ranks.values() if rank.total_s]
+        return sum(shares) / len(shares) if shares else 0.0
 
     def _take_loss(self, number: int, step: int | None, loss: float, source: int) -> None:
         """Take a loss, unless there is a better source: one rank's, and the engine's before the script's."""
@@ -583,7 +597,8 @@ class LiveJob:
         if not points or self._first_start_s is None:
             return None
         end_s = self._job.get("ended_at_s") or self._now_s
-        return min(1.0, points[-1][1] / max(points[-1][1], end_s - self._first_start_s, 1e-9))
+        wall_s = max(points[-1][1], end_s - self._first_start_s, 1e-9)
+        return min(1.0, points[-1][1] * self._useful_share() / wall_s)
 
 
 def shown_phase(rank: RankView, now_s: float) -> str:

@@ -32,6 +32,17 @@ PHASE_DOCS = {
     SCRIPT: "everything else: the script's own work between the calls above",
 }
 
+# What trains: goodput is these seconds, of steps that were not done again after a restart, as a mean over ranks, of the
+# seconds of the job. Without the engine the forward is part of the script's own work.
+USEFUL = (FORWARD, BACKWARD, COMMUNICATION, UPDATE)
+USEFUL_WITHOUT_ENGINE = (*USEFUL, SCRIPT)
+
+
+def useful_phases(*, has_forward: bool) -> tuple[str, ...]:
+    """Return the phases whose time trains. has_forward: records have the forward apart, as the engine's do."""
+    return USEFUL if has_forward else USEFUL_WITHOUT_ENGINE
+
+
 # kind -> field -> meaning.
 _TIME = {"time_s": "when it was written, seconds since the epoch by the clock of that machine"}
 LAUNCHER_RECORDS: dict[str, dict[str, str]] = {

@@ -13,11 +13,9 @@ from typing import Any
 
 from launcher.journal.history import NAN, History, RankHistory, Start
 from launcher.journal.read import Record
-from launcher.journal.records import BACKWARD, COMMUNICATION, FORWARD, PHASES, SCRIPT, UPDATE
+from launcher.journal.records import COMMUNICATION, PHASES, useful_phases
 
 # Time that trains. Without the engine the forward passes are part of the script's own work.
-USEFUL = (FORWARD, BACKWARD, COMMUNICATION, UPDATE)
-USEFUL_WITHOUT_ENGINE = (*USEFUL, SCRIPT)
 _TENTH = 0.1
 
 
@@ -80,7 +78,7 @@ class Summary:
     rate: Rate | None
     goodput: float | None  # share of the job's time
     useful_s: float
-    phases_s: dict[str, float]  # of all steps; with the engine or without, see USEFUL
+    phases_s: dict[str, float]  # of all steps; with the engine or without, see `records.useful_phases`
     phases_of_step_s: dict[str, float]
     outside_s: float | None  # of no step: starting, restarting, ending
     peak_bytes: dict[int, float]  # by rank
@@ -131,7 +129,7 @@ def summarize(history: History) -> Summary:
         duration_s=duration_s,
         exit_code=exit_code,
         failure=failure,
-        verdicts=history.events("verdict"),
+        verdicts=_verdicts(history),
         tries=[_try_facts(start) for start in history.starts],
         has_engine=any(rank.has_engine for rank in history.ranks()),
         first_step=firsts,
@@ -188,11 +186,17 @@ def _phases(history: History) -> dict[str, float]:
     return {name: time_s for name, time_s in sums.items() if time_s}
 
 
+def _verdicts(history: History) -> list[Record]:
+    """Return each verdict as it was told last: it may have become critical, or be gone."""
+    last = {tuple(map(str, map(record.get, ("name", "rank", "host")))): record for record in history.events("verdict")}
+    return list(last.values())
+
+
 def _useful(history: History) -> float:
     """Return the seconds that trained and were not done again."""
 
     def useful(start: Start, rank: RankHistory) -> float:
-        phases = USEFUL if rank.has_engine else USEFUL_WITHOUT_ENGINE
+        phases = useful_phases(has_forward=rank.has_engine)
         columns = rank.columns
         if math.isinf(start.kept_until):
             return sum(_total(rank, name) for name in phases)

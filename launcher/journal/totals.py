@@ -7,10 +7,8 @@ from typing import Any
 
 from launcher.base.units import counted, format_count
 from launcher.journal.evidence import Record, number
-from launcher.journal.records import BACKWARD, COMMUNICATION, DATA, FORWARD, GC, SAVE, UPDATE
+from launcher.journal.records import FORWARD, useful_phases
 
-_USEFUL = (FORWARD, BACKWARD, COMMUNICATION, UPDATE)
-_USELESS = (DATA, SAVE, GC)  # without the engine, where the forward pass is part of the script's own time
 _MAX_PIECES = 4096
 
 
@@ -24,7 +22,7 @@ class Training:
     tokens_per_s: float | None
     mfu: float | None
     joules_per_token: float | None
-    goodput: float  # useful seconds of steps that were not done again, of all seconds of the job
+    goodput: float  # see `records.useful_phases`
 
     def text(self) -> str:
         """Return it as one line."""
@@ -59,7 +57,9 @@ class Totals:
     _begun_s: float | None = None
     _now_s: float = 0.0
     _reference: int | None = None  # the rank whose time counts: the first that takes steps
-    _pieces: list[tuple[int, int, float]] = field(default_factory=list)  # last step, how many, useful seconds
+    _pieces: list[tuple[int, int, float]] = field(
+        default_factory=list
+    )  # last step, how many, useful seconds; of all ranks
     _is_new_try: bool = True
     _step_flops: float = 0.0  # of a rank: one counts, for all
     _peak_flops: float = 0.0  # of a device, FLOP/s
@@ -95,16 +95,12 @@ class Totals:
         totals.samples += number(record, "samples")
         totals.tokens += number(record, "tokens")
         self._reference = rank if self._reference is None else self._reference
-        if rank != self._reference:
-            return
         step = number(record, "step")
         if self._is_new_try:  # what it does again was of no use
             self._is_new_try = False
             self._pieces = [piece for piece in self._pieces if piece[0] <= step - num_steps]
-        useful_s = sum(number(phases, name) for name in _USEFUL)
-        if FORWARD not in phases:
-            useful_s = duration_s - sum(number(phases, name) for name in _USELESS)
-        self._pieces.append((step, num_steps, useful_s))
+        useful_s = sum(number(phases, name) for name in useful_phases(has_forward=FORWARD in phases))
+        self._pieces.append((step, num_steps if rank == self._reference else 0, useful_s))
         if len(self._pieces) > _MAX_PIECES:
             pairs = zip(self._pieces[::2], self._pieces[1::2], strict=False)
             self._pieces = [(b[0], a[1] + b[1], a[2] + b[2]) for a, b in pairs] + self._pieces[len(self._pieces) & ~1 :]
@@ -134,5 +130,5 @@ class Totals:
             tokens_per_s=tokens / reference.duration_s if tokens else None,
             mfu=spent / (peak * reference.duration_s) if peak and spent else None,
             joules_per_token=energy_j / tokens if energy_j and tokens else None,
-            goodput=min(1.0, sum(piece[2] for piece in self._pieces) / wall_s),
+            goodput=min(1.0, sum(piece[2] for piece in self._pieces) / len(self._ranks) / wall_s),
         )

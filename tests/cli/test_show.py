@@ -95,8 +95,9 @@ def test_the_page_of_a_job_is_written(job: tuple[Path, Result]) -> None:
 def test_a_failure_and_verdicts_come_first_with_what_to_do(tmp_path: Path) -> None:
     verdict = {"kind": "verdict", "time_s": BEGAN_S + 3, "name": "straggler", "rank": 1, "host": "node-a"}
     own = [
+        verdict | {"severity": "warning", "text": "rank 1 is a bit slow", "next": "look"},
         verdict | {"severity": "warning", "text": "rank 1 is slow", "next": "look at \x1b[31mnode-a"},
-        verdict | {"severity": "critical", "text": "it got slower", "next": None},
+        verdict | {"name": "slowdown", "severity": "critical", "text": "it got slower", "next": None},
     ]
     write_job(tmp_path / "run", Try(exit_code=1, own=own))
     failure = {"kind": "rank failed", "host": "node-a", "rank": 1, "reason": "exit code 1", "after_s": 2.0}

@@ -291,7 +291,7 @@ def test_what_needs_a_look_is_said_in_the_head(tmp_path: Path) -> None:
         text = "rank 2 is slow: its backward takes 0.4 s, that of the others 0.2 s " + "and so on " * 20
         job.launcher("verdict", name="slow", severity="warning", rank=2, host=None, text=text, next="look at its GPU")
         await seen.shows("! rank 2 is slow: its backward takes 0.4 s")
-        assert "and so on" in seen.lines[3]  # a second line
+        await seen.until(lambda: "and so on" in seen.lines[3], "a second line")
         await seen.press("v")
         await seen.shows("warning: rank 2 is slow")
         await seen.shows("next: look at its GPU")

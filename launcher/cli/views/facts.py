@@ -79,7 +79,9 @@ def findings_of(summary: Summary) -> list[Finding]:
         found.append(Finding(False, f"it was started again after {_try_text(summary, place)}"))
     for verdict in summary.verdicts:
         is_critical = verdict.get("severity") == "critical"
-        found.append(Finding(is_critical, str(verdict.get("text")), str(verdict.get("next") or "")))
+        until = verdict.get("until_step")
+        text = f"{verdict.get('text')}" + ("" if until is None else f" (until step {until})")
+        found.append(Finding(is_critical, text, str(verdict.get("next") or "")))
     return sorted(found, key=lambda finding: not finding.is_critical)
 
 
