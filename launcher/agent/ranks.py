@@ -12,10 +12,18 @@ import termios
 import time
 
 from launcher.agent.oom import OomWatch
-from launcher.agent.spawn import read_object, read_record, spawn_rank, without_own_frames
+from launcher.agent.spawn import (
+    ask_for_trace,
+    read_object,
+    read_record,
+    spawn_rank,
+    withdraw_trace,
+    without_own_frames,
+)
 from launcher.agent.stacks import StackRequest
-from launcher.agent.wire import MAX_READ_BYTES, STDERR, Exited, Outbox, Progress, Raised, Spawn, Started
+from launcher.agent.wire import MAX_READ_BYTES, STDERR, TRACE, Exited, Outbox, Progress, Raised, Spawn, Started, Trace
 from launcher.base.progress import read_counter
+from launcher.journal.trace_request import AnswerHead
 
 TYPE_CHECKING = False
 if TYPE_CHECKING:
@@ -119,6 +127,24 @@ class Ranks:
             rank.num_crash_bytes += len(data)
             text = without_own_frames(data.decode("utf-8", "replace"))
             self._outbox.send_output(rank.number, STDERR, text.encode())
+
+    def trace(self, order: Trace) -> None:
+        """Ask ranks for a trace, in place of what they were asked for before. Their answers come through pipes."""
+        for rank in self._by_pid.values():
+            for descriptor in [each for each, stream in rank.streams.items() if stream == TRACE]:
+                self._close_stream(rank, descriptor)
+            withdraw_trace(rank)
+            if rank.number not in order.ranks or rank.status is not None:
+                continue
+            self._outbox.send_output(rank.number, TRACE, b"")
+            try:
+                descriptor = ask_for_trace(rank, order)
+            except OSError as error:
+                head = AnswerHead(order.id, f"its host cannot pass the request on: {error.strerror}")
+                self._outbox.send_output(rank.number, TRACE, head.encoded())
+            else:
+                rank.streams[descriptor] = TRACE
+                set_watched(self._selector, descriptor, self._is_read, rank)
 
     # ---- progress ----
 

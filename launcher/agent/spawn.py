@@ -11,13 +11,15 @@ import marshal
 import os
 import subprocess
 
-from launcher.agent.wire import JOURNAL, RESULT, STDERR, STDOUT, Spawn, SpawnFailed, is_sound_record
+from launcher.agent.wire import JOURNAL, RESULT, STDERR, STDOUT, Spawn, SpawnFailed, Trace, is_sound_record
 from launcher.base import env
 from launcher.base.errors import LauncherError, UsageError
+from launcher.base.private_files import write_private
 from launcher.base.processes import allow_files, allow_tracing, die_with_parent, give_limit, original_limit
 from launcher.base.progress import NO_PROGRESS, make_counter
 from launcher.base.units import format_bytes
 from launcher.cluster.devices import Devices, all_devices, rank_devices
+from launcher.journal.trace_request import TraceRequest, pipe_of
 from launcher.transport.command import own_argv, package_root
 
 TYPE_CHECKING = False
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
 
 WORKER_MODULE = "launcher.worker"
 _MAX_VARIABLE_BYTES = 128 << 10  # MAX_ARG_STRLEN of Linux, for a variable or an argument; all together: ulimit -s
-_FILES_A_RANK = 4  # its three pipes and its counter; one pipe more where it makes a function call
+_FILES_A_RANK = 4  # its three pipes and its counter; one pipe more where it makes a function call, or is traced
 _OWN_FILES = 24  # the agent's own, and those that are open while a rank is started
 _PIPE_BYTES = 1 << 20  # what a rank can write before it waits for the agent
 _MAX_LEFT_BYTES = 4 << 20  # of a file that a rank has left
@@ -65,6 +67,7 @@ class RankProcess:
         self.torch_error_file = files[env.TORCHELASTIC_ERROR_FILE.name]
         self.engine_file = files[env.ENGINE_FILE.name]
         self.collectives_file = files[env.COLLECTIVES_FILE.name]
+        self.trace_file = files[env.TRACE_FILE.name]
         self.crash_file, self.num_crash_bytes = files[env.CRASH_FILE.name], 0  # that were read from it
         self.progress: RankProgress = NO_PROGRESS  # as last sent
         self.status: int | None = None  # exit code or minus the signal, None while it runs
@@ -165,6 +168,7 @@ def spawn_rank(
             ("engine", env.ENGINE_FILE),
             ("progress", env.PROGRESS_FILE),
             ("collectives", env.COLLECTIVES_FILE),
+            ("trace", env.TRACE_FILE),
         )
     }
     passed = {env.ARGUMENTS_FD.name: _memory_file(marshal.dumps(arguments))}  # variable -> descriptor
@@ -220,10 +224,38 @@ def spawn_rank(
         raise RuntimeError("Popen made no pipe")
     streams = {process.stdout.fileno(): STDOUT, process.stderr.fileno(): STDERR, **more_streams}
     for descriptor in streams:
-        os.set_blocking(descriptor, False)
-        with contextlib.suppress(OSError):  # above the user's pipe limit the default size has to do
-            fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+        _make_ready(descriptor)
     return RankProcess(number, process, streams, files, progress_fd)
+
+
+def _make_ready(descriptor: int) -> None:
+    """Prepare our end of a rank's pipe for the loop that reads it."""
+    os.set_blocking(descriptor, False)
+    with contextlib.suppress(OSError):  # above the user's pipe limit the default size has to do
+        fcntl.fcntl(descriptor, fcntl.F_SETPIPE_SZ, _PIPE_BYTES)
+
+
+def ask_for_trace(rank: RankProcess, order: Trace) -> int:
+    """Leave a rank the request for a trace; return the descriptor that its answer comes from. Raises: OSError."""
+    pipe = pipe_of(rank.trace_file)
+    os.mkfifo(pipe, 0o600)
+    # Not to wait for the rank, which may never open its end; the pipe has no end before it has done so.
+    descriptor = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        _make_ready(descriptor)
+        request = TraceRequest(order.id, os.getpid(), [rank.number], order.num_steps, order.first_step)
+        write_private(rank.trace_file, request.encoded())
+    except OSError:
+        os.close(descriptor)
+        raise
+    return descriptor
+
+
+def withdraw_trace(rank: RankProcess) -> None:
+    """Take back what `ask_for_trace` has left."""
+    for path in (rank.trace_file, pipe_of(rank.trace_file)):
+        with contextlib.suppress(OSError):
+            os.unlink(path)
 
 
 def _take_input() -> int | None:

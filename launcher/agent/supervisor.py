@@ -41,6 +41,7 @@ from launcher.agent.wire import (
     Spawn,
     Stop,
     Sweep,
+    Trace,
     TryMaster,
 )
 from launcher.base.errors import LauncherError, ProtocolError
@@ -220,6 +221,8 @@ class Supervisor:
             self._outbox.send(Pong(time.monotonic()))
         elif isinstance(message, DumpStacks):
             self._ranks.dump_stacks(native=message.native)
+        elif isinstance(message, Trace):
+            self._ranks.trace(message)
         elif isinstance(message, Notify):
             self._ranks.signal(NOTICE_SIGNAL)
         elif isinstance(message, Sweep):

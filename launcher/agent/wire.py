@@ -26,7 +26,7 @@ MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
 MAX_PAYLOAD_BYTES = 16 << 20
 PIECE_BYTES = 1 << 20  # of a call
-STDOUT, STDERR, RESULT, JOURNAL = "stdout", "stderr", "result", "journal"  # what `Output.stream` says
+STDOUT, STDERR, RESULT, JOURNAL, TRACE = "stdout", "stderr", "result", "journal", "trace"  # what `Output.stream` says
 MAX_READ_BYTES = 1 << 16  # at once, by the agent
 _MAX_WRITE_BYTES = 1 << 20  # at once, by the agent
 _MAX_UNSENT_BYTES = 4 << 20  # above it the ranks' pipes are left unread
@@ -108,6 +108,15 @@ class DumpStacks(Message):
     native: bool = False  # send the stacks of native code, too, where py-spy is installed
 
 
+class Trace(Message):
+    """Let ranks trace steps, and send what they have recorded; this takes the place of what was asked before."""
+
+    id: str
+    ranks: list[int]  # of all nodes; []: none from now on
+    num_steps: int
+    first_step: int  # see `journal.trace_request`
+
+
 class Sweep(Message):
     """Kill every process of a job whose agent was lost; the job id in their environment tells which."""
 
@@ -180,7 +189,9 @@ class Output(Message):
     """Bytes a rank wrote."""
 
     rank: int
-    stream: str  # STDOUT, STDERR, JOURNAL, or RESULT: what a function call returned or raised, see `api.pickling`
+    # STDOUT, STDERR, JOURNAL; RESULT: what a function call returned or raised, see `api.pickling`; TRACE: the answer to
+    # a `Trace`, see `journal.trace_request`, which begins with an empty one.
+    stream: str
     data: bytes
 
     @property

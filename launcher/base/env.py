@@ -67,6 +67,9 @@ JOURNAL_FD = EnvVar(
 )
 FAULTS = EnvVar("LAUNCH_FAULTS", "the faults that ranks rehearse (`--fault`); at the first start only", "set")
 PROGRESS_FILE = EnvVar("LAUNCH_PROGRESS_FILE", "where `launcher.heartbeat()` counts", "set")
+TRACE_FILE = EnvVar(
+    "LAUNCH_TRACE_FILE", "where a rank finds what `launch trace` asks of it, beside the pipe for its answer", "set"
+)
 CRASH_FILE = EnvVar(
     "LAUNCH_CRASH_FILE",
     "where a rank that crashes in native code leaves its Python stacks; unset before the script runs",

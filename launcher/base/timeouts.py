@@ -29,6 +29,7 @@ class Timeouts(Record):
     collectives_s: float = 1.5  # a rank's answer to its agent, which collectives it has entered
     py_spy_s: float = 2.0  # native stacks of the ranks of a host that do not answer; those that are asked for: twice
     stacks_command_s: float = 15.0  # `launch stacks`: the launcher of the job, and its agents
+    trace_notice_s: float = 2.0  # `launch trace`: until all ranks know from which step on they are traced
     kill_command_s: float = 30.0  # `launch kill`: beyond the grace, for a launcher that still sweeps lost hosts
     torch_facts_s: float = 120.0  # `launch report`: the first import of torch from a cold network disk
     version_s: float = 10.0  # of a program, to print its version

@@ -46,6 +46,7 @@ COMMANDS = {
     "logs": _Lazy(f"{_PACKAGE}.jobs", "logs", "Show what the ranks of a job wrote.", _JOBS),
     "show": _Lazy(f"{_PACKAGE}.show", "show", "Show what a job did, in figures.", _JOBS),
     "stacks": _Lazy(f"{_PACKAGE}.jobs", "stacks", "Print the Python stack traces of all ranks of a job.", _JOBS),
+    "trace": _Lazy(f"{_PACKAGE}.trace", "trace", "Record steps of a running job, for Perfetto.", _JOBS),
     "kill": _Lazy(f"{_PACKAGE}.jobs", "kill", "Stop a job on all its hosts.", _JOBS),
     "config": _Lazy(f"{_PACKAGE}.config", "config_group", "Check an engine config, or explain a key.", _ENGINE),
     "estimate": _Lazy(

@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
@@ -27,6 +28,7 @@ __all__ = ["tree_flatten", "tree_flatten_with_path", "tree_leaves", "tree_map", 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T", bound=Tensor)
 _DYNAMO_MARK = "__dynamo_disable"
+_KINETO_LOG_LEVEL, _SILENT = "KINETO_LOG_LEVEL", "6"
 
 
 def _outside_dynamo(function: _F) -> _F:
@@ -130,6 +132,58 @@ def is_recorded() -> bool:
 def is_profiler_open() -> bool:
     """Whether a profiler is open in this process: it records, or waits for the step at which it shall."""
     return bool(torch.autograd.profiler._is_profiler_enabled)
+
+
+def _profiler_state() -> Any:
+    return torch.autograd.profiler
+
+
+class TraceProfile:
+    """torch's profile of what a thread does between two moments.
+
+    `torch.profiler.profile` does the same after it has imported torch._inductor, which takes seconds.
+    """
+
+    def __init__(self, device: str | None) -> None:
+        """device: kind of the device that is profiled, too."""
+        self.needs_warm_up = device is not None  # the first kernels take longer: one step is better left out
+        level = _KINETO_LOG_LEVEL if device is None and _KINETO_LOG_LEVEL not in os.environ else None
+        if level is not None:
+            os.environ[level] = _SILENT  # of lines that say "profiler_start"; it is read once
+        self._profile = torch.autograd.profiler.profile(use_device=device, use_kineto=True)
+        self._profile._prepare_trace()
+        self._has_started = False
+        if level is not None:
+            del os.environ[level]
+
+    def start(self) -> None:
+        """Begin to record. One profiler of a process ends the other: no other may be open."""
+        self._profile._start_trace()
+        self._has_started = True
+        # Any other profiler that starts or stops sets it.
+        _profiler_state()._is_profiler_enabled = self
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether this one records, and no other profiler has been started since."""
+        return _profiler_state()._is_profiler_enabled is self
+
+    def stop(self) -> bool:
+        """Record no more. False where another profiler has been started meanwhile: that one continues, this is lost.
+
+        On the thread that has called `start`.
+        """
+        if not self._has_started and not is_profiler_open():
+            self.start()  # what is prepared holds the device's profiler otherwise
+        if not self.is_alone:
+            return False
+        self._profile.__exit__(None, None, None)
+        results = self._profile.kineto_results
+        return results is not None and results.trace_start_ns() > 0
+
+    def save(self, path: str) -> None:
+        """Write a Chrome trace. Any thread, after a `stop` that returned True: without results torch crashes here."""
+        self._profile.export_chrome_trace(path)
 
 
 def has_dispatch_mode() -> bool:

@@ -19,6 +19,7 @@ from launcher.base.log import get_logger
 from launcher.base.progress import update_progress
 from launcher.comm import observe
 from launcher.comm.observe import LogRules, start_log, stop_log
+from launcher.comm.torch_internals import is_profiler_open
 from launcher.config.schema import Config
 from launcher.engine.parts import EngineParts
 from launcher.journal.rank import own_journal
@@ -28,6 +29,7 @@ from launcher.monitor.curves import open_curves
 from launcher.monitor.flops import FlopCounter, ModelFlops, ProfileForm, ProfileTimes, peak_flops, profile_text
 from launcher.monitor.meters import GIB, LossReporter, MemoryUse, PhaseTimer, ThroughputTimer, memory_use
 from launcher.monitor.steps import StepEnd, StepRecorder
+from launcher.monitor.trace import own_tracer
 from launcher.sharding.layout import unsharded_numel
 from launcher.zero.states import TORCH_DTYPES
 
@@ -82,6 +84,7 @@ class Watch:
         self._is_idle = self._timer is None and self._memory is None and self._profile is None
         self._clock = step_clock()
         journal = own_journal()
+        self._tracer = own_tracer()
         self._recorder = None if journal is None else StepRecorder(journal, self._clock, group.device, model)
         if self._recorder is not None:
             self._clock.has_engine = True
@@ -145,6 +148,17 @@ class Watch:
         """Count what a micro-batch has."""
         if self._recorder is not None:
             self._recorder.note_inputs(inputs, kwargs)
+
+    def may_profiler_stop(self) -> bool:
+        """Whether a profiler may stop before the next step: torch's corrupts its memory while gloo transfers."""
+        if self._tracer is None:
+            return is_profiler_open()
+        return self._tracer.ends_here() or (is_profiler_open() and not self._tracer.is_recording)
+
+    def trace(self, step: int) -> None:
+        """Begin or end a trace here, if one is asked for. After `may_profiler_stop`."""
+        if self._tracer is not None:
+            self._tracer.end_step(step)
 
     def count_samples(self, train_batch_size: int) -> None:
         """Measure anew how many samples a second are trained on, with this many a step."""

@@ -13,6 +13,7 @@ from launcher.agent.wire import (
     RESULT,
     STDERR,
     STDOUT,
+    TRACE,
     Bye,
     Decoder,
     Exited,
@@ -41,7 +42,7 @@ from launcher.transport.diagnose import start_failure
 # ---- What an agent may send, and when ----
 
 
-_STREAMS = (STDOUT, STDERR, RESULT, JOURNAL)
+_STREAMS = (STDOUT, STDERR, RESULT, JOURNAL, TRACE)
 _STATUSES = range(-64, 256)  # minus a signal, or an exit code
 
 

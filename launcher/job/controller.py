@@ -48,6 +48,7 @@ from launcher.job.journal import RunJournal
 from launcher.job.logs import RunFolder
 from launcher.job.node import Node, Rank, describe_leftovers, pieces_of
 from launcher.job.root_cause import RootCause
+from launcher.job.traces import TraceDesk
 from launcher.job.verdicts import RunVerdicts
 from launcher.journal.totals import Totals
 from launcher.plan.plan import JobPlan
@@ -81,8 +82,12 @@ class Controller:
         self._files = RunFolder(plan, watcher, signals.take_cancel)
         self._journal = RunJournal(plan, self._files, watcher.warning)
         self._verdicts = RunVerdicts(self._journal, watcher, totals or Totals(), self._rehearse_fault)
+        self._traces = TraceDesk(plan, self._files, lambda: self._fleet.wake())
         self._fleet = Fleet(
-            [Node(placement, plan, self._files, self._journal, watcher) for placement in plan.placement.nodes],
+            [
+                Node(placement, plan, self._files, self._journal, self._traces, watcher)
+                for placement in plan.placement.nodes
+            ],
             transport_for,
             lease_s=plan.lease_s,
             goodbye_s=timeouts().goodbye_s,
@@ -207,6 +212,10 @@ class Controller:
         self._watcher.check()
         self._files.look(now_s)
         self._journal.look(now_s, lambda: {node.name: node.clock_offset_s for node in self._nodes})
+        if (order := self._traces.look(now_s)) is not None:
+            for node in self._nodes:
+                if node.has_running_ranks:
+                    node.send(order)
         for node, error in self._fleet.lost(now_s):  # a network separates them from us
             self._lose_host(node, str(error))
         self._verdicts.look(now_s)

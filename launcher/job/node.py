@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 
-from launcher.agent.wire import JOURNAL, PIECE_BYTES, RESULT, Call, LeftBehind, Output, Spawn, encode
+from launcher.agent.wire import JOURNAL, PIECE_BYTES, RESULT, TRACE, Call, LeftBehind, Output, Spawn, encode
 from launcher.base.errors import ProtocolError
 from launcher.base.processes import original_limit
 from launcher.base.progress import STARTING
@@ -17,6 +17,7 @@ from launcher.job.collectives import Stream
 from launcher.job.display import Display
 from launcher.job.journal import RunJournal
 from launcher.job.logs import RankLog, RunFolder
+from launcher.job.traces import TraceDesk
 from launcher.plan.plan import JobPlan, Settings
 from launcher.plan.variables import device_tokens, job_variables, ladder_variables, rank_variables
 from launcher.transport.api import Shared
@@ -61,14 +62,20 @@ class Node(AgentLink):
     """One host of a run."""
 
     def __init__(
-        self, placement: NodePlacement, plan: JobPlan, files: RunFolder, journal: RunJournal, display: Display
+        self,
+        placement: NodePlacement,
+        plan: JobPlan,
+        files: RunFolder,
+        journal: RunJournal,
+        traces: TraceDesk,
+        display: Display,
     ) -> None:
         """plan: of the run, whose hosts share what may be held here. files, display: the ways of its ranks' output."""
         share_bytes = max(_MIN_WINDOW_BYTES, min(_WINDOW_BYTES, _ALL_WINDOWS_BYTES // len(plan.placement.nodes)))
         super().__init__(placement.host, placement.ranks, window_bytes=share_bytes, num_ways=len(_WAYS))
         self.placement = placement
         self.ranks: dict[int, Rank] = {}  # by number; empty until they are started
-        self._files, self._journal, self._display = files, journal, display
+        self._files, self._journal, self._traces, self._display = files, journal, traces, display
         self._has_call = bool(plan.command.call)
 
     @property
@@ -83,9 +90,11 @@ class Node(AgentLink):
         if output.stream == RESULT and not self._has_call:
             raise ProtocolError(f"the agent's stream is damaged: {output.stream} of rank {output.rank} has no place")
         self.window.arrived(output)
-        if output.stream == JOURNAL:  # no sign that the script has moved: a thread of its own writes it
-            self._journal.write_rank(rank.number, output.data, lambda: self.handled(output, _LOGS))
-            self._display.journal(output.rank, output.data)
+        if output.stream in (JOURNAL, TRACE):  # no sign that the script has moved: a thread of its own writes it
+            write = self._journal.write_rank if output.stream == JOURNAL else self._traces.write_rank
+            write(rank.number, output.data, lambda: self.handled(output, _LOGS))
+            if output.stream == JOURNAL:
+                self._display.journal(output.rank, output.data)
             self._display.put(self.handled, output, _DISPLAY)
             return
         rank.wrote_s = time.monotonic()

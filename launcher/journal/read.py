@@ -81,6 +81,22 @@ class JournalFile:
             return b""
 
 
+def last_record(path: Path, kind: str, tail_bytes: int = 1 << 18) -> Record | None:
+    """Return the last record of a kind at the end of a file, however long that is; None where there is none."""
+    mark = f'{{"kind":"{kind}"'.encode()
+    try:
+        with path.open("rb") as file:
+            start = max(0, file.seek(0, 2) - tail_bytes)
+            file.seek(start)
+            lines = file.read().split(b"\n")
+    except OSError:
+        return None
+    for line in reversed(lines[1 if start else 0 : -1]):
+        if line.startswith(mark) and (record := _parsed(line)) is not None:
+            return record
+    return None
+
+
 def _parsed(line: bytes) -> Record | None:
     try:
         record = json.loads(line)

@@ -106,6 +106,7 @@ RANK_RECORDS: dict[str, dict[str, str]] = {
         "pid": "of the process",
         "monotonic_s": "the host's monotonic clock at `time_s`",
     },
+    "torch": {"release": "of torch, which the script has imported: from here on its steps are followed"},
     "engine": {
         "config": "the config in force, one value for each key",
         "auto": "key, value and reason of each `auto`",
@@ -155,6 +156,10 @@ RANK_RECORDS: dict[str, dict[str, str]] = {
     "fault": {
         "name": "of the fault that is rehearsed from now on (`--fault`)",
         "step": "number of the step, or heartbeat, after which it was done",
+    },
+    "trace": {
+        "step": "number of the last step that `launch trace` has recorded, which slows steps down",
+        "num_steps": "how many it has recorded",
     },
     "log": {"values": "what the script gave to `launcher.log(...)`"},
     "dropped": {"num_records": "lost because the journal could not be written as quickly"},

@@ -34,6 +34,7 @@ class StepClock:
         self.gc_longest_s = 0.0  # since whoever reads it has set it back
         self.has_engine = False  # which counts the steps
         self.on_switch: Callable[[int], None] | None = None  # gets the phase that begins: a GPU's clock records events
+        self.marks: list[tuple[int, int]] | None = None  # while steps are traced: ns since the epoch, phase that begins
         self._inside = {name: _Inside(self, index) for name, index in _NAMES.items()}
         gc.callbacks.append(self._on_gc)
 
@@ -48,12 +49,19 @@ class StepClock:
         self._last_s, self._current = now_s, phase
         if self.on_switch is not None:
             self.on_switch(phase)
+        if self.marks is not None:
+            self.mark()
         return before
 
     @property
     def phase(self) -> str:
         """What the rank is in now."""
         return PHASES[self._current]
+
+    def mark(self) -> None:
+        """Note for a trace that this is the phase from now on."""
+        if self.marks is not None:
+            self.marks.append((time.time_ns(), self._current))
 
     def is_in(self, phase: str) -> bool:
         """Whether this is the phase now."""

@@ -23,6 +23,7 @@ from launcher.journal.rank import RankJournal, own_journal
 from launcher.journal.records import BACKWARD, COMMUNICATION, DATA, SAVE, UPDATE
 from launcher.journal.steps import StepClock, step_clock
 from launcher.monitor.meters import memory_use
+from launcher.monitor.trace import StepTracer, make_tracer
 
 _LEAST_SAVE_S = 0.001  # of `torch.save`: others are no checkpoints
 
@@ -32,6 +33,7 @@ def install() -> None:
     journal = own_journal()
     if journal is None:
         return
+    journal.add("torch", release=torch.__version__)
     clock = step_clock()
     iterator = loader_iterator()
     iterator.__next__ = _within(clock, DATA, iterator.__next__)
@@ -40,7 +42,7 @@ def install() -> None:
         work: Any = torch.distributed.Work
         work.wait = _within(clock, COMMUNICATION, work.wait)
     torch.save = torch.serialization.save = _saving(journal, clock, torch.save)
-    steps = _PlainSteps(journal, clock)
+    steps = _PlainSteps(journal, clock, make_tracer(journal, clock))
     inside = _within(clock, BACKWARD, backward)
 
     @functools.wraps(backward)
@@ -87,8 +89,8 @@ def _saving(journal: RankJournal, clock: StepClock, call: Callable[..., Any]) ->
 class _PlainSteps:
     """Counts the steps of the first optimizer that takes one, and writes their records."""
 
-    def __init__(self, journal: RankJournal, clock: StepClock) -> None:
-        self._journal, self._clock = journal, clock
+    def __init__(self, journal: RankJournal, clock: StepClock, tracer: StepTracer | None) -> None:
+        self._journal, self._clock, self._tracer = journal, clock, tracer
         self._optimizer: Any = None  # whose calls are the steps
         self._num_done = self._num_written = 0
         self._duration_s = self._slowest_s = 0.0
@@ -131,6 +133,9 @@ class _PlainSteps:
             self._count(*self._clock.take(), optimizer)
         self._num_done += 1
         update_progress(step=self._num_done)
+        if self._tracer is not None:
+            self._tracer.ends_here()
+            self._tracer.end_step(self._num_done)
 
     def _count(self, duration_s: float, phases: dict[str, float], optimizer: Any) -> None:
         self._duration_s += duration_s

@@ -34,6 +34,7 @@ from launcher.agent.wire import (
     Started,
     Stop,
     Sweep,
+    Trace,
     TryMaster,
     check_version,
     encode,
@@ -83,6 +84,7 @@ MESSAGES = st.one_of(
         st.none() | st.dictionaries(TEXT, TEXT | INTEGERS),
     ),
     st.builds(DumpStacks, st.booleans()),
+    st.builds(Trace, TEXT, st.lists(INTEGERS), INTEGERS, INTEGERS),
     st.builds(
         Progress,
         INTEGERS,

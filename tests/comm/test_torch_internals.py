@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -191,3 +193,31 @@ def test_a_torch_without_a_flight_recorder_has_recorded_nothing(monkeypatch: pyt
     for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"):
         monkeypatch.delattr(torch._C._distributed_c10d, name, raising=False)
     assert torch_internals.recorded_collectives() == []
+
+
+def test_a_trace_is_recorded_saved_and_lost_to_another_profiler(tmp_path: Path) -> None:
+    def one() -> torch_internals.TraceProfile:
+        profile = torch_internals.TraceProfile(None)
+        profile.start()
+        torch.ones(3) + 1
+        return profile
+
+    first = one()
+    assert torch_internals.is_profiler_open()
+    assert first.is_alone
+    assert first.stop()
+    assert not torch_internals.is_profiler_open()
+    first.save(str(tmp_path / "trace.json"))
+    names = {each["name"] for each in json.loads((tmp_path / "trace.json").read_text())["traceEvents"]}
+    assert "aten::add" in names
+    lost = one()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as other:
+        torch.ones(3) + 1
+        assert not lost.is_alone
+        assert not lost.stop(), "the other one continues"
+        torch.ones(3) * 2
+    assert "aten::mul" in {each.key for each in other.key_averages()}
+    unstarted = torch_internals.TraceProfile(None)
+    unstarted.stop()
+    assert not torch_internals.is_profiler_open()
+    assert one().stop()

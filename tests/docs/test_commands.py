@@ -38,6 +38,7 @@ REPORT = "tests/cli/test_report.py::test_the_text_names_every_section"
 HANG = "tests/job/test_collectives.py::test_a_plain_job_says_who_is_missing_in_which_collective"
 TOP = "tests/cli/test_top.py::test_in_a_terminal"
 TOP_ONCE = "tests/cli/test_top.py::test_a_job_without_a_journal_has_its_logs"
+TRACE = "tests/cli/test_trace.py::test_an_engines_job_is_traced_again_and_again_and_trains_on"
 STACKS = "tests/job/test_hang.py::test_stacks_on_demand_leave_the_job_alone"
 TRAIN_GPT = "tests/e2e/test_train_gpt.py"
 TRAINER = "tests/huggingface/test_example.py::test_its_loss_falls_and_its_model_is_saved"
@@ -95,6 +96,9 @@ ELSEWHERE = {
     ),
     "launch deepspeed-command install": f"{DEEPSPEED_COMMAND}::test_it_is_installed_and_removed",
     "launch deepspeed-command remove": f"{DEEPSPEED_COMMAND}::test_it_is_installed_and_removed",
+    "launch trace JOB": TRACE,
+    "launch trace calm-otter-4f2a": TRACE,
+    "launch trace calm --steps 5 --ranks 0,8-11 -o trace.json.gz": TRACE,
     "launch stacks JOB": STACKS,
     **dict.fromkeys(("launch top", "launch top calm-otter", "launch top JOB"), TOP),
     **dict.fromkeys(("launch top calm-otter --once", "launch top JOB --once"), TOP_ONCE),

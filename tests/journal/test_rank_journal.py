@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from launcher.base import env
 from launcher.journal import rank as rank_module
 from launcher.journal.rank import RankJournal, encoded, log, own_journal
-from launcher.journal.read import JobJournal, JournalFile, LineReader
+from launcher.journal.read import JobJournal, JournalFile, LineReader, last_record
 
 
 @pytest.fixture
@@ -146,6 +146,15 @@ def test_kinds_are_chosen_before_lines_are_parsed(tmp_path: Path) -> None:
     file = JournalFile(path)
     assert [record["kind"] for record in file.poll(frozenset({"job", "end"}))] == ["job", "end"]
     assert file.num_damaged == 0
+
+
+def test_the_last_record_of_a_kind_is_found_at_the_end_of_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "rank_0.jsonl"
+    assert last_record(path, "step") is None
+    path.write_bytes(encoded({"kind": "torch"}) + DATA + encoded({"kind": "log"}) + b'{"kind":"step", cut off')
+    assert last_record(path, "step") == RECORDS[-1]
+    assert last_record(path, "torch", tail_bytes=100) is None
+    assert last_record(path, "torch") == {"kind": "torch"}
 
 
 def test_starts_and_ranks_are_found_in_order(tmp_path: Path) -> None:

@@ -240,6 +240,16 @@ def _sweep(entry: JobEntry) -> str:
     return said
 
 
+def check_running(entry: JobEntry, command: str) -> None:
+    """Check that a job runs on this machine. command: of ours, which wants it. Raises: UsageError."""
+    if entry.state == "elsewhere":
+        raise UsageError(
+            f"the launcher of {entry.job_id} runs on {entry.machine}", hint=f"there: launch {command} {entry.job_id}"
+        )
+    if entry.state != "running":
+        raise UsageError(f"{entry.job_id} has ended", hint=f"what its ranks wrote: launch logs {entry.job_id}")
+
+
 @click.command("stacks", epilog=_STACKS_EPILOG)
 @job_argument
 @click.option(
@@ -281,12 +291,7 @@ def take_stacks(entry: JobEntry, *, native: bool = False) -> str:
 
     native: with those of native code.
     """
-    if entry.state == "elsewhere":
-        raise UsageError(
-            f"the launcher of {entry.job_id} runs on {entry.machine}", hint=f"there: launch stacks {entry.job_id}"
-        )
-    if entry.state != "running":
-        raise UsageError(f"{entry.job_id} has ended", hint=f"what its ranks wrote: launch logs {entry.job_id}")
+    check_running(entry, "stacks")
     folder = Path(entry.run_folder)
     before = _stacks_files(folder)
     if not send_signal(entry, NATIVE_STACKS_SIGNAL if native else STACKS_SIGNAL):
