@@ -9,11 +9,14 @@ business.
 from __future__ import annotations
 
 import atexit
+import contextlib
+import errno
 import json
 import math
 import os
 import threading
 import time
+import weakref
 from collections import deque
 
 from launcher.base import env
@@ -42,13 +45,14 @@ class RankJournal:
 
     def __init__(self, descriptor: int) -> None:
         """descriptor: the agent reads the other end."""
-        self._descriptor = descriptor
+        self._descriptor, self._pipe = descriptor, os.fstat(descriptor).st_ino
         self._queue: deque[dict[str, Any]] = deque()
         self._num_dropped = 0
         self.num_bytes = 0
         self._lock = threading.Lock()  # of whoever writes
         self._is_over = threading.Event()
         self._samplers: list[Callable[[], None]] = []
+        self._last_calls: list[weakref.WeakMethod[Callable[[], None]]] = []
         world_size = int(os.environ.get(env.WORLD_SIZE.name, "1"))
         self._first_interval_s = _RECORD_INTERVAL_S * max(1.0, world_size / _FULL_RATE_RANKS)
         self.pid = os.getpid()
@@ -82,9 +86,16 @@ class RankJournal:
         """Have the journal's thread call a function a few times a second: it may add records, and must not wait."""
         self._samplers.append(sampler)
 
+    def call_at_end(self, method: Callable[[], None]) -> None:
+        """Have a method called at the end of the process, to add what it still holds. Its object is not kept alive."""
+        self._last_calls.append(weakref.WeakMethod(method))
+
     def flush(self) -> None:
-        """Write what is there. Waits for the agent to read."""
+        """Write what is there. Waits for the agent to read. Raises: OSError where the pipe is closed."""
         with self._lock:
+            # A script may have closed descriptors that it does not know, and then opened a file of its own there.
+            if os.fstat(self._descriptor).st_ino != self._pipe:
+                raise OSError(errno.EBADF, os.strerror(errno.EBADF))
             while self._queue:
                 self._write(self._queue.popleft())
             if self._num_dropped:
@@ -95,6 +106,11 @@ class RankJournal:
         """Write what is left, and end the thread. Nothing can be added after it."""
         if os.getpid() != self.pid or self._is_over.is_set():
             return
+        for reference in self._last_calls:
+            method = reference()
+            with contextlib.suppress(Exception):  # of a device that has failed: nothing may change how the script ends
+                if method is not None:
+                    method()
         self._is_over.set()
         self._thread.join()
 
@@ -107,7 +123,7 @@ class RankJournal:
                 for sampler in self._samplers:
                     sampler()
                 self.flush()
-        except OSError:  # the agent has gone, and this process is about to go too
+        except OSError:  # the script has closed the pipe; or the agent has gone, and this process is about to go too
             self._is_over.set()
             global _is_off
             _is_off = True

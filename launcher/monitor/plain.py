@@ -96,6 +96,7 @@ class _PlainSteps:
         self._duration_s = self._slowest_s = 0.0
         self._phases: dict[str, float] = {}
         self._update = clock.inside(UPDATE)
+        journal.call_at_end(self._write_rest)
         self._has_nan = False  # a loss was; infinite ones are what a gradient scaler expects
         self._copy: torch.Tensor | None = None  # of a loss on a GPU, in pinned memory: read once it has long arrived
 
@@ -130,31 +131,38 @@ class _PlainSteps:
         elif self._optimizer is not optimizer:
             return
         else:
-            self._count(*self._clock.take(), optimizer)
+            self._count(*self._clock.take())
         self._num_done += 1
         update_progress(step=self._num_done)
         if self._tracer is not None:
             self._tracer.ends_here()
             self._tracer.end_step(self._num_done)
 
-    def _count(self, duration_s: float, phases: dict[str, float], optimizer: Any) -> None:
+    def _count(self, duration_s: float, phases: dict[str, float]) -> None:
         self._duration_s += duration_s
         self._slowest_s = max(self._slowest_s, duration_s)
         for name, time_s in phases.items():
             self._phases[name] = self._phases.get(name, 0.0) + time_s
-        if self._duration_s < self._journal.record_interval_s:
-            return
+        if self._duration_s >= self._journal.record_interval_s:
+            self._write(self._num_done + 1)
+
+    def _write_rest(self) -> None:
+        if self._duration_s:
+            self._write(self._num_done)
+
+    def _write(self, step: int) -> None:
+        """Write the record of the steps up to `step`: the first one, which begins the clock, is in none."""
         if self._copy is not None:
             copy, self._copy = self._copy, None
             self._look(copy)
-        group = optimizer.param_groups[0]
+        group = self._optimizer.param_groups[0]
         param = next(iter(group["params"]), None)
         use = memory_use(torch.device("cpu") if param is None else param.device)
         lr = group.get("lr")
         self._journal.add(
             "step",
-            step=self._num_done + 1,
-            num_steps=self._num_done - self._num_written,
+            step=step,
+            num_steps=step - 1 - self._num_written,
             duration_s=round(self._duration_s, 6),
             slowest_s=round(self._slowest_s, 6),
             phases={name: round(time_s, 6) for name, time_s in self._phases.items()},
@@ -162,5 +170,5 @@ class _PlainSteps:
             memory_bytes=use.used_bytes,
             peak_bytes=use.peak_bytes,
         )
-        self._num_written = self._num_done
+        self._num_written = step - 1
         self._duration_s, self._slowest_s, self._phases = 0.0, 0.0, {}

@@ -56,6 +56,8 @@ class StepRecorder:
         self._duration_s = self._slowest_s = 0.0
         self._phases: dict[str, float] = {}
         self._sent_bytes = sent_bytes()
+        self._last: StepEnd | None = None  # of the steps that are not written yet
+        journal.call_at_end(self._write_rest)
         clock.take()  # what came before is no step
 
     def note_inputs(self, inputs: Any, kwargs: dict[str, Any]) -> None:
@@ -81,11 +83,17 @@ class StepRecorder:
             # Each step, also one that shares a record: the rank on which it begins is known by its step.
             self._nonfinite.look(facts.step, loss, None if is_skipped else norm)
         self._write_arrived()
+        self._last = facts
         if self._duration_s >= self.journal.record_interval_s:
             self._write(facts)
 
+    def _write_rest(self) -> None:
+        if self._last is not None:
+            self._write(self._last)
+        self._write_arrived()
+
     def _write(self, facts: StepEnd) -> None:
-        use, sent = memory_use(self._device), sent_bytes()
+        use, sent, self._last = memory_use(self._device), sent_bytes(), None
         record = {
             "step": facts.step,
             "num_steps": self._num_steps,

@@ -79,6 +79,21 @@ def test_a_child_of_the_rank_has_no_journal(monkeypatch: pytest.MonkeyPatch, pip
     journal.close()
 
 
+def test_a_file_in_the_place_of_a_closed_pipe_is_left_alone(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    journal = RankJournal(writer)
+    journal.flush()
+    own = os.open(tmp_path / "own", os.O_RDWR | os.O_CREAT)
+    os.dup2(own, writer)  # what `os.closerange(3, 256)` and `open(...)` of a script come to
+    journal.add("log", values={"x": 1})
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        journal.flush()
+    journal.close()
+    assert (tmp_path / "own").read_bytes() == b""
+    for descriptor in (reader, writer, own):
+        os.close(descriptor)
+
+
 def test_log_without_a_value_is_an_error() -> None:
     with pytest.raises(TypeError, match="at least one value"):
         log()

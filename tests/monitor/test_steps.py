@@ -32,6 +32,9 @@ class Journal(RankJournal):
     def record_interval_s(self) -> float:
         return 0.0
 
+    def call_at_end(self, method: Any) -> None:
+        self.rest = method
+
     def add(self, kind: str, **fields: Any) -> None:
         self.records.append({"kind": kind, **fields})
 
@@ -131,6 +134,11 @@ def test_short_steps_share_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (first["duration_s"], first["slowest_s"]) == (pytest.approx(0.11), pytest.approx(0.03))
     assert first["phases"] == {"update": pytest.approx(0.11)}
     assert len(journal.records) == 1
+    journal.rest()
+    rest = journal.records[1]
+    assert (rest["step"], rest["num_steps"], rest["samples"], rest["loss"]) == (8, 3, 24, 3.0)
+    journal.rest()
+    assert len(journal.records) == 2
 
 
 # ---- FLOPs ----
