@@ -18,6 +18,7 @@ from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
 from launcher.job.events import RunReport
 from launcher.job.restart import run_job
+from launcher.metrics.export import Exports
 from launcher.plan.plan import JobPlan
 from launcher.plan.planning import Here, Job
 
@@ -122,19 +123,25 @@ def execute(parameters: Parameters, output: Output, job_id: str | None = None, r
 
 def _run(job: Job, first: JobPlan, output: Output, timeout_s: float | None) -> Ended:
     """Run a job to its end. Raises: as `execute`."""
+    exports = Exports(first)
+    for note in exports.notes:
+        output.say(note)
     signals = SignalQueue(first.stop_signals)
-    display = Display(output, signals)
+    display = Display(exports.beside(output), signals)
+    exports.begin(display.warning)
     is_main = threading.current_thread() is threading.main_thread()
     report: RunReport | None = None
     with signals.listening() if is_main else contextlib.nullcontext(), _ending_after(timeout_s, signals) as is_over:
         try:
             report = run_job(job, first, display, signals)
+            display.put(exports.close, report)
             for text in report.warnings():
                 display.warning(text)
         except LauncherError:
             if signals.first_stop is None:
                 raise  # else the job was ended before any rank was started
         finally:
+            display.put(exports.close)
             display.put(output.finish)
             display.close()
     display.check()

@@ -81,4 +81,55 @@ class Seconds:
         return f"seconds, {'more than' if self.is_open else 'at least'} {self.least:g}"
 
 
-Limit = Whole | Seconds
+@dataclass(frozen=True)
+class Address:
+    """Where to listen: a port of this machine alone, or ADDRESS:PORT for others; 0 is a free port."""
+
+    def allows(self, value: object) -> bool:
+        """Whether a field may hold the value."""
+        try:
+            address_of(value)
+        except ValueError:
+            return False
+        return True
+
+    def of(self, text: str) -> str:
+        """Return what a text means."""
+        return text
+
+    def __str__(self) -> str:
+        return f"PORT or ADDRESS:PORT, a port from 0 to {MAX_PORT}"
+
+
+def address_of(value: object) -> tuple[str, int]:
+    """Return address and port of what `Address` allows. Raises: ValueError."""
+    host, colon, port = str(value).rpartition(":")
+    host = host.removeprefix("[").removesuffix("]")  # of IPv6
+    is_port = port.isascii() and port.isdigit() and int(port) <= MAX_PORT
+    if not is_port or isinstance(value, (bool, float)) or bool(colon) != bool(host) or " " in host:
+        raise ValueError(f"{value!r} is no address")
+    return host or "127.0.0.1", int(port)
+
+
+@dataclass(frozen=True)
+class Url:
+    """A server that is reached by HTTP, or one of some words."""
+
+    words: tuple[str, ...] = ()
+
+    def allows(self, value: object) -> bool:
+        """Whether a field may hold the value."""
+        if not isinstance(value, str) or value in self.words:
+            return value in self.words
+        scheme, _, rest = value.partition("://")
+        return scheme in ("http", "https") and not rest.startswith("/") and bool(rest) and not set(rest) & set(" \"'")
+
+    def of(self, text: str) -> str:
+        """Return what a text means."""
+        return text
+
+    def __str__(self) -> str:
+        return f"such as http://127.0.0.1:4318{''.join(f', or {word}' for word in self.words)}"
+
+
+Limit = Whole | Seconds | Address | Url

@@ -17,6 +17,7 @@ from launcher.cli.console import render, streams
 from launcher.fleet.signals import SignalQueue
 from launcher.job.display import Display
 from launcher.job.restart import run_job
+from launcher.metrics.export import Exports
 from launcher.plan.planning import Here, Job
 from launcher.plan.request import DEFAULT_LOG_DIR
 from launcher.registry.registry import registered
@@ -64,18 +65,22 @@ def launch(options: RunOptions, local: LocalTransport) -> int:
         from launcher.cli.console.trace import show_messages
 
         show_messages()
+    exports = Exports(plan)
     signals, still_showing = SignalQueue(plan.stop_signals), _STILL_SHOWING.format(plan.run_folder)
-    display = Display(console, signals, lambda: streams.say_if_possible(still_showing))
-    for note in (*job.selection.notes, *plan.notes):
+    display = Display(exports.beside(console), signals, lambda: streams.say_if_possible(still_showing))
+    for note in (*job.selection.notes, *plan.notes, *exports.notes):
         display.put(console.note, note)
+    exports.begin(display.warning)
     with signals.listening(is_last=True):  # once for all runs: no signal may find the defaults between two of them
         try:
             with registered(plan, display.warning) as registration:
                 report = run_job(job, plan, display, signals)
                 registration.exit_code = report.exit_code
+            display.put(exports.close, report)
             display.put(console.finish, report)
         finally:
             job.close()
+            display.put(exports.close)
             display.put(console.close)
             display.close()
     display.check()

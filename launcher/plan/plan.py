@@ -22,7 +22,7 @@ _REPORTS_PER_HANG_TIMEOUT = 8  # a hang is found late by that part of it
 # Fields that `--dry-run --json` shows by their names.
 _AS_THEY_ARE = (
     "job_id", "master_addr", "master_port", "cwd", "bound_cores", "grace_s", "lease_s", "hang_timeout_s",
-    "max_restarts", "on_oom", "engine", "resume", "faults", "has_journal",
+    "max_restarts", "on_oom", "engine", "resume", "faults", "has_journal", "metrics_port",
 )  # fmt: skip
 _ADJECTIVES = ["amber", "bold", "brisk", "calm", "clear", "eager", "fleet", "keen", "lucid", "mellow", "quiet", "swift"]
 _ANIMALS = ["badger", "crane", "falcon", "finch", "heron", "ibex", "lynx", "marten", "otter", "raven", "tern", "wren"]
@@ -68,6 +68,8 @@ class Settings:
     resume: str = ""  # what `--resume` says: "auto", "never", a folder, or nothing
     faults: tuple[str, ...] = ()  # what is rehearsed at the first start, see `base.faults`
     has_journal: bool = True  # record what the run does, see `journal.records`
+    metrics_port: int | str | None = None  # where Prometheus reads the figures of the job, see `fields.Address`
+    otlp: str | None = None  # which collector of OpenTelemetry gets them: a URL, or "auto"
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from launcher.base.errors import UsageError
 from launcher.base.faults import parse_fault
-from launcher.base.fields import MAX_PORT, Limit, Seconds, Whole, named
+from launcher.base.fields import MAX_PORT, Address, Limit, Seconds, Url, Whole, named
 from launcher.base.resume import AUTO, NEVER
 from launcher.cluster.cluster import MAX_EXPANSION, MAX_SLOTS, NodeRange
 from launcher.plan.plan import LADDER, Command, Settings
@@ -30,6 +30,8 @@ LIMITS: dict[str, Limit] = {
     "grace_s": Seconds(0),
     "lease_s": Seconds(2),
     "hang_timeout_s": Seconds(0, is_open=True),
+    "metrics_port": Address(),
+    "otlp": Url(("auto",)),
 }
 _SIGNALS = frozenset(map(int, signal.Signals))
 _RUN_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")

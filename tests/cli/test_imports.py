@@ -45,7 +45,8 @@ UNWANTED = {
         "launcher.cluster.filters",
         "launcher.schedulers.slurm",
         "launcher.cluster.cores",
-    },
+    }
+    | {"launcher.metrics.figures", "prometheus_client", "opentelemetry", "http.server"},
     "launcher.agent.main": ANY_PROCESS | {"typing", "dataclasses", "inspect", "click", "launcher.cluster.cores"},
     "launcher.worker": ANY_PROCESS
     | {"typing", "dataclasses", "inspect", "pathlib", "json", "re", "socket", "threading", "subprocess", "ctypes"}

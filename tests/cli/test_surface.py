@@ -56,6 +56,8 @@ SURFACE = {
     "force_multi": ("--force-multi",),
     "log_dir": ("--log-dir",),
     "no_journal": ("--no-journal",),
+    "metrics_port": ("--metrics-port",),
+    "otlp": ("--otlp",),
     "grace_s": ("--grace",),
     "lease_s": ("--heartbeat-timeout", "--lease"),
     "max_restarts": ("--max-restarts",),

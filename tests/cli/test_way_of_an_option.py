@@ -10,7 +10,7 @@ from harness.launch.command import ROOT
 MAX_FILES = 4
 
 
-@pytest.mark.parametrize("name", ["bound_cores", "hang_timeout_s", "saves_pid"])
+@pytest.mark.parametrize("name", ["bound_cores", "hang_timeout_s", "saves_pid", "metrics_port"])
 def test_an_option_is_named_by_four_files_at_most(name: str) -> None:
     """From its declaration to the code that obeys it: of an agent, of the controller, of the logs."""
     word = re.compile(rf"\b{name}\b")

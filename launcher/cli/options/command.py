@@ -16,7 +16,7 @@ import click
 from click.core import ParameterSource
 
 from launcher.base.errors import UsageError, did_you_mean
-from launcher.base.fields import Limit, Seconds, named, naming, option_of
+from launcher.base.fields import Limit, Seconds, Whole, named, naming, option_of
 from launcher.base.units import parse_bytes
 from launcher.plan.request import check_signals
 
@@ -157,11 +157,11 @@ class Command(click.Command):
 
 
 class Number(click.ParamType):  # type: ignore[type-arg]  # generic in the newest click only
-    """What a limit allows: a whole number, or seconds."""
+    """What a limit allows: a whole number, seconds, an address."""
 
     def __init__(self, limit: Limit) -> None:
         self._limit = limit
-        self.name = "seconds" if isinstance(limit, Seconds) else "n"
+        self.name = "seconds" if isinstance(limit, Seconds) else "n" if isinstance(limit, Whole) else "text"
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         with contextlib.suppress(TypeError, ValueError):

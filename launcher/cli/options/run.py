@@ -173,6 +173,20 @@ _OPTIONS = (
         help="Parent folder of the log files: DIR/JOB/rank_N.log. Default: runs.",
     ),
     _output("--no-journal", is_flag=True, help="Do not record steps, times and events in the folder of the logs."),
+    _output(
+        "--metrics-port",
+        type=Number(LIMITS["metrics_port"]),
+        metavar="PORT|ADDRESS:PORT",
+        help="Serve the figures of the job to Prometheus at http://127.0.0.1:PORT/metrics, or at another address of"
+        " this machine; 0: a free port, which is shown. Default: no.",
+    ),
+    _output(
+        "--otlp",
+        type=Number(LIMITS["otlp"]),
+        metavar="URL|auto",
+        help="Push the same figures to a collector of OpenTelemetry every 10 s; auto: where OTEL_EXPORTER_OTLP_ENDPOINT"
+        " says. Default: no.",
+    ),
     *OUTPUT,
     _compatibility(
         "--engine",
