@@ -10,9 +10,9 @@ TORCH ?= torch==2.13.0
 RANKS ?= 2
 # Workers of the tests: those that wait run beside those that compute.
 WORKERS ?= $(shell expr $$(nproc) + 3)
-BESIDE := services models lightning transformers4
+BESIDE := services curves models lightning transformers4
 # What the tests need.
-TESTED := $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services $(VENV)/.models $(VENV)/.lightning
+TESTED := $(VENV)/.installed-dev $(VENV)/.peers $(VENV)/.services $(VENV)/.curves $(VENV)/.models $(VENV)/.lightning
 # What the site is made of; links to sources lead to the files themselves.
 PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples hostfiles launcher
 # Built by the installation.
@@ -118,7 +118,7 @@ $(VENV)/.peers: $(VENV)/.installed-dev .ci/test-peers.txt
 	  && install --no-deps --no-build-isolation -r .ci/test-peers.txt && touch $@ \
 	  || { echo "the tests that need DeepSpeed are skipped: it cannot be installed"; rm -rf $(VENV)/peers; }
 
-# What else the tests need, each in a folder beside the environment: a server of S3 and its client, models, and the older
+# What else the tests need, each in a folder beside the environment: a server of S3 and its client, systems for curves, models, and the older
 # line of transformers. Without what these depend on: they bring many packages, or pin others than the environment has.
 $(BESIDE:%=$(VENV)/.%): $(VENV)/.%: $(VENV)/.installed-dev .ci/test-%.txt
 	@rm -rf $(VENV)/$*

@@ -386,6 +386,8 @@ class Config(Section):
     csv_monitor: other.Monitor = key(other.Monitor, "CSV files")
     wandb: other.Wandb = key(other.Wandb, "W&B")
     comet: other.Comet = key(other.Comet, "Comet")
+    mlflow: other.Mlflow = key(other.Mlflow, "MLflow")
+    trackio: other.Trackio = key(other.Trackio, "Trackio")
     timers: other.Timers = key(other.Timers, "timers")
     data_efficiency: Annotated[Section, other.DATA_EFFICIENCY] = key(other.DATA_EFFICIENCY, "curriculum and routing")
     curriculum_learning: Annotated[Section, other.CURRICULUM_LEARNING] = key(

@@ -231,6 +231,30 @@ class Comet(Section):
     mode: Annotated[str | None, choice("get", "create", "get_or_create", null=True)] = key(None, "new or existing")
 
 
+class Mlflow(Section):
+    """`mlflow`. Not a section of DeepSpeed."""
+
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "write events to MLflow (not a section of DeepSpeed)")
+    tracking_uri: OptText = key(None, "server or store; null: what MLFLOW_TRACKING_URI says")
+    experiment_name: Text = key("Default", "experiment of the run; it is made where there is none")
+    run_name: OptText = key(None, "name of the run; null: MLflow makes one")
+
+
+class Trackio(Section):
+    """`trackio`. Not a section of DeepSpeed."""
+
+    switch = ("enabled", False)
+
+    enabled: Flag = key(False, "write events to Trackio (not a section of DeepSpeed)")
+    project: Text = key("launch", "project of the run")
+    run_name: OptText = key(None, "name of the run, which a restart continues; null: Trackio makes one")
+    space_id: OptText = key(
+        None, "Hugging Face Space that shows them; null: this machine, or what TRACKIO_SPACE_ID says"
+    )
+
+
 class ThroughputTimer(Section):
     """`timers.throughput`."""
 

@@ -1,4 +1,4 @@
-"""Where training curves go: TensorBoard, CSV files, W&B, Comet, each through its own library.
+"""Where training curves go: TensorBoard, CSV files, W&B, Comet, MLflow, Trackio, each through its own library.
 
 Event names, folders and the x axis (samples) are DeepSpeed's, so that dashboards built for it keep working.
 """
@@ -6,9 +6,11 @@ Event names, folders and the x axis (samples) are DeepSpeed's, so that dashboard
 from __future__ import annotations
 
 import atexit
+import contextlib
 import csv
 import importlib
 import importlib.util
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -19,6 +21,8 @@ from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.config.schema import Config
 
+_MLFLOW_BATCH = 1000  # points that MLflow takes at once
+_NO_MLFLOW_NAME = re.compile(r"[^\w.\- :/]")
 FLUSH_INTERVAL_S = 5.0  # a job that is killed loses at most this much of its curves
 
 
@@ -47,10 +51,14 @@ class Writer(Protocol):
         ...
 
 
-def require(module: str, section: str, package: str) -> None:
-    """Check that the library of a config section is installed, without importing it. Raises: EngineError."""
+def require(module: str, section: str, package: str, wanted: str | None = None) -> None:
+    """Check that the library of a config section is installed, without importing it. Raises: EngineError.
+
+    wanted: what pip is to install, where that is not the package by its name.
+    """
     if importlib.util.find_spec(module) is None:
-        raise EngineError(f"{section} is enabled, but {package} is not installed", hint=f"pip install {package}")
+        hint = f"pip install {wanted or package}"
+        raise EngineError(f"{section} is enabled, but {package} is not installed", hint=hint)
 
 
 def log_folder(output_path: str, job_name: str) -> Path:
@@ -61,6 +69,13 @@ def log_folder(output_path: str, job_name: str) -> Path:
     except OSError as error:
         raise EngineError(f"{folder}: {error.strerror}", hint="choose another output_path") from error
     return folder
+
+
+def _by_step(events: Sequence[Event]) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for event in events:
+        found.setdefault(event.num_samples, {})[event.name] = event.value
+    return found
 
 
 class TensorBoardWriter:
@@ -129,10 +144,7 @@ class WandbWriter:
 
     def write(self, events: Sequence[Event]) -> None:
         """Add points; those of one step in one call, because W&B takes each step once."""
-        by_step: dict[int, dict[str, float]] = {}
-        for event in events:
-            by_step.setdefault(event.num_samples, {})[event.name] = event.value
-        for num_samples, values in by_step.items():
+        for num_samples, values in _by_step(events).items():
             self._run.log(values, step=num_samples)
 
     def flush(self) -> None:
@@ -167,6 +179,85 @@ class CometWriter:
     def close(self) -> None:
         """Upload what is left."""
         self.experiment.end()
+
+
+class MlflowWriter:
+    """A run of MLflow: the script's own one where it has begun one, else a new one. A thread of MLflow sends points."""
+
+    def __init__(self, tracking_uri: str | None, experiment_name: str, run_name: str | None) -> None:
+        """Raises: EngineError when the store or server cannot be used."""
+        module = importlib.import_module("mlflow")
+        self._error: type[Exception] = module.exceptions.MlflowException
+        self._metric: Any = importlib.import_module("mlflow.entities").Metric
+        active = module.active_run()
+        self._is_own = active is None
+        try:
+            # A client, and no run that is active in this process: the script may begin one later.
+            self._client: Any = module.MlflowClient(tracking_uri if self._is_own else None)
+            self._run_id = active.info.run_id if active is not None else self._new_run(experiment_name, run_name)
+        except self._error as error:
+            hint = "choose another tracking_uri, or set MLFLOW_TRACKING_URI"
+            raise EngineError(f"mlflow: {error}", hint=hint) from error
+        self._points: list[Any] = []  # that are not sent
+        self._last: Any = None  # what the thread was given last
+        self._flushed_s = time.monotonic()
+
+    def _new_run(self, experiment_name: str, run_name: str | None) -> str:
+        experiment = self._client.get_experiment_by_name(experiment_name)
+        number = self._client.create_experiment(experiment_name) if experiment is None else experiment.experiment_id
+        return str(self._client.create_run(number, run_name=run_name).info.run_id)
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Add points. Does not wait for the server."""
+        time_ms = int(time.time() * 1000)
+        for event in events:
+            name = _NO_MLFLOW_NAME.sub("_", event.name)
+            self._points.append(self._metric(name, event.value, time_ms, event.num_samples))
+        if time.monotonic() - self._flushed_s >= FLUSH_INTERVAL_S:
+            self.flush()
+
+    def flush(self) -> None:
+        """Give all points to the thread that sends them."""
+        points, self._points, self._flushed_s = self._points, [], time.monotonic()
+        try:
+            for start in range(0, len(points), _MLFLOW_BATCH):
+                batch = points[start : start + _MLFLOW_BATCH]
+                self._last = self._client.log_batch(self._run_id, metrics=batch, synchronous=False)
+        except self._error as error:
+            raise OSError(f"mlflow: {error}") from error
+
+    def close(self) -> None:
+        """Wait until all points have been sent; end the run, unless it is the script's."""
+        try:
+            self.flush()
+            if self._last is not None:
+                self._last.wait()
+            if self._is_own:
+                self._client.set_terminated(self._run_id)
+        except (OSError, self._error) as error:
+            get_logger().warning("curves may be missing in MLflow: %s", error)
+
+
+class TrackioWriter:
+    """A run of Trackio, on this machine or in a Space. A thread of Trackio sends points."""
+
+    def __init__(self, project: str, run_name: str | None, space_id: str | None) -> None:
+        self._trackio: Any = importlib.import_module("trackio")
+        # A restart that has the name of the run before it continues it.
+        self._run: Any = self._trackio.init(project=project, name=run_name, space_id=space_id, resume="allow")
+
+    def write(self, events: Sequence[Event]) -> None:
+        """Add points; those of one step in one call, because each call is a row."""
+        for num_samples, values in _by_step(events).items():
+            self._run.log(values, step=num_samples)
+
+    def flush(self) -> None:
+        """Do nothing: the library sends by itself."""
+
+    def close(self) -> None:
+        """Send what is left."""
+        with contextlib.suppress(RuntimeError):  # the script has finished it
+            self._trackio.finish()
 
 
 # ---- Which writers a config asks for ----
@@ -224,7 +315,7 @@ class Curves:
 
 
 def open_curves(settings: Config, rank: int) -> Curves:
-    """Open the writers of `tensorboard`, `csv_monitor`, `wandb` and `comet`, on rank 0. Every rank must call it.
+    """Open the writers of the sections that are enabled, on rank 0. Every rank must call it.
 
     Raises: EngineError, on every rank, when a library is missing.
     """
@@ -243,4 +334,11 @@ def open_curves(settings: Config, rank: int) -> Curves:
         names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
         options = {name: getattr(comet, name) for name in names}
         openers.append(lambda: CometWriter(options, comet.experiment_name, comet.samples_log_interval))
+    mlflow, trackio = settings.mlflow, settings.trackio
+    if mlflow.enabled:
+        require("mlflow", "mlflow", "mlflow", "'launch-zero[mlflow]'")
+        openers.append(lambda: MlflowWriter(mlflow.tracking_uri, mlflow.experiment_name, mlflow.run_name))
+    if trackio.enabled:
+        require("trackio", "trackio", "trackio", "'launch-zero[trackio]'")
+        openers.append(lambda: TrackioWriter(trackio.project, trackio.run_name, trackio.space_id))
     return Curves([opener() for opener in openers] if rank == 0 else [])

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import csv
 import importlib
+import os
+import subprocess
 import sys
+import textwrap
 import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from harness.needs import need_module
+from harness.launch.command import ROOT
+from harness.needs import need, need_module
 from harness.train.ranks import run_on_ranks
 from torch import nn
 
@@ -173,3 +177,96 @@ def test_comet_gets_points_at_its_interval(monkeypatch: pytest.MonkeyPatch) -> N
     assert recorder.calls[:2] == [("start", (), {"project": "p"}), ("set_name", ("name",), {})]
     assert [call[2]["step"] for call in recorder.calls if call[0] == "log_metric"] == [8, 108, 300]
     assert recorder.calls[-1][0] == "end"
+
+
+def run_beside(tmp_path: Path, code: str) -> list[str]:
+    """Run a program that sees the packages of .ci/test-curves.txt; return the lines that it prints."""
+    folder = Path(sys.prefix, "curves")
+    need(None if (folder / "mlflow").is_dir() else f"there is no {folder}: `make test` installs .ci/test-curves.txt")
+    env = {"MLFLOW_ALLOW_FILE_STORE": "true", "MLFLOW_DISABLE_TELEMETRY": "true", "TRACKIO_DIR": str(tmp_path)}
+    text = f"import sys\nsys.path.append({str(folder)!r})\n" + textwrap.dedent(code)
+    command = [sys.executable, "-c", text]
+    env = {**os.environ, **env, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=env, check=False)
+    assert found.returncode == 0, found.stdout + found.stderr
+    return found.stdout.splitlines()
+
+
+def test_mlflow_gets_the_curves_of_a_run(tmp_path: Path) -> None:
+    """Of a new run, or of the one that the script has begun; a store that cannot be used is an error that says so."""
+    code = """
+        from launcher.base.errors import EngineError
+        from launcher.config.load import load_config
+        from launcher.monitor.curves import Event, MlflowWriter, open_curves
+        uri = "file:store"
+        section = {"enabled": True, "tracking_uri": uri, "experiment_name": "tests", "run_name": "first"}
+        assert not open_curves(load_config({"mlflow": section}).config, rank=1)
+        assert "mlflow" not in sys.modules
+        curves = open_curves(load_config({"mlflow": section}).config, rank=0)
+        for num_samples in (2, 4):
+            curves.write({"train_loss": num_samples / 2, "lr": 0.1}, num_samples)
+        curves.write_events([(f"Test/what = {number % 2}?", float("nan"), number) for number in range(2500)])
+        curves.close()
+
+        import mlflow
+        client = mlflow.MlflowClient(uri)
+        experiment = client.get_experiment_by_name("tests")
+        (run,) = client.search_runs([experiment.experiment_id])
+        assert (run.info.run_name, run.info.status) == ("first", "FINISHED")
+        points = client.get_metric_history(run.info.run_id, "Train/Samples/train_loss")
+        assert [(point.step, point.value) for point in points] == [(2, 1.0), (4, 2.0)]
+        assert len(client.get_metric_history(run.info.run_id, "Test/what _ 1_")) == 1250
+        assert mlflow.active_run() is None, "a script may begin a run of its own"
+
+        mlflow.set_tracking_uri(uri)
+        with mlflow.start_run() as run:
+            writer = MlflowWriter("file:elsewhere", "tests", None)
+            writer.write([Event("loss", 0.5, 8)])
+            writer.close()
+            assert client.get_run(run.info.run_id).info.status == "RUNNING"
+            assert [each.value for each in client.get_metric_history(run.info.run_id, "loss")] == [0.5]
+        try:
+            MlflowWriter("nothing://of/this/kind", "tests", None)
+        except EngineError as error:
+            print(error)
+    """
+    assert run_beside(tmp_path, code)[-1].startswith("mlflow: ")
+
+
+def test_trackio_gets_the_curves_of_a_run_and_a_restart_continues_it(tmp_path: Path) -> None:
+    code = """
+        import os
+        from launcher.config.load import load_config
+        from launcher.monitor.curves import open_curves
+        section = {"enabled": True, "project": "project", "run_name": "name"}
+        for start in (0, 16):
+            curves = open_curves(load_config({"trackio": section}).config, rank=0)
+            for num_samples in (start + 8, start + 16):
+                curves.write({"train_loss": 1.5, "lr": 0.1}, num_samples)
+            curves.close()
+        import trackio
+        assert len(trackio.Api().runs("project")) == 1
+        rows = trackio.SQLiteStorage.get_logs("project", "name")
+        print([(row["step"], row["Train/Samples/train_loss"], row["Train/Samples/lr"]) for row in rows])
+    """
+    assert run_beside(tmp_path, code)[-1] == str([(step, 1.5, 0.1) for step in (8, 16, 24, 32)])
+
+
+@pytest.mark.parametrize("section", ["mlflow", "trackio"])
+def test_a_missing_library_of_an_extra_is_named_with_the_extra(section: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EngineError, match=f"{section} is enabled, but {section} is not installed") as caught:
+        train(config(**{section: {"enabled": True}}))
+    assert caught.value.diagnostics[0].hint == f"pip install 'launch-zero[{section}]'"
+
+
+def test_no_library_is_imported_where_its_section_is_off() -> None:
+    code = (
+        "import sys, launcher.monitor.curves as curves\n"
+        "from launcher.config.load import load_config\n"
+        "curves.open_curves(load_config({}).config, 0)\n"
+        "print({name for name in ('mlflow', 'trackio', 'wandb', 'comet_ml', 'tensorboard') if name in sys.modules})\n"
+    )
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert found.stdout.splitlines()[-1] == "set()"
