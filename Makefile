@@ -118,8 +118,9 @@ $(VENV)/.peers: $(VENV)/.installed-dev .ci/test-peers.txt
 	  && install --no-deps --no-build-isolation -r .ci/test-peers.txt && touch $@ \
 	  || { echo "the tests that need DeepSpeed are skipped: it cannot be installed"; rm -rf $(VENV)/peers; }
 
-# What else the tests need, each in a folder beside the environment: a server of S3 and its client, systems for curves, models, and the older
-# line of transformers. Without what these depend on: they bring many packages, or pin others than the environment has.
+# What else the tests need, each in a folder beside the environment: a server of S3 and its client, systems for curves,
+# models, and the older line of transformers. Without what these depend on: they bring many packages, or pin others than
+# the environment has.
 $(BESIDE:%=$(VENV)/.%): $(VENV)/.%: $(VENV)/.installed-dev .ci/test-%.txt
 	@rm -rf $(VENV)/$*
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps --target $(VENV)/$* \

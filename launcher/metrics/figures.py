@@ -18,6 +18,7 @@ from launcher.cluster.cluster import NodePlacement, Placement
 from launcher.job.events import FailureKind, RunReport, Watcher, signal_name
 from launcher.journal.read import LineReader, Record
 from launcher.journal.records import PHASES
+from launcher.journal.verdicts import Key, Verdict
 from launcher.plan.plan import JobPlan
 
 # Of larger jobs only the first rank of each host has figures of its own: all of 10,000 ranks would be 250,000 series,
@@ -59,6 +60,7 @@ JOB_FIGURES = (
     Figure("launch_restarts_total", "how often the job was started again"),
     Figure("launch_rank_exits_total", "ranks that ended, by exit code or name of the signal", ("status",)),
     Figure("launch_failures_total", "starts of the job that failed, by what failed first", ("kind",)),
+    Figure("launch_verdicts", "what is wrong with the training now, by rule and severity", ("verdict", "severity")),
     Figure("launch_slowest_rank_step", "step of the rank that is furthest behind, of all ranks that run"),
     Figure(
         "launch_oldest_step_timestamp_seconds",
@@ -169,6 +171,7 @@ class RunFigures(Watcher):
         self._ended: list[_Rank] = []  # since they were last collected
         self._exits: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
+        self._verdicts: dict[Key, Verdict] = {}  # that hold
         self._sums: dict[tuple[str, Labels], float] = {}
         self.planned(plan)
 
@@ -178,6 +181,7 @@ class RunFigures(Watcher):
         start_s, shown = self._clock(), ranks_shown(plan.placement)
         with self._lock:
             self._plan, self._state = plan, STARTING
+            self._verdicts = {}
             self._keep(self._ranks.values())
             self._ranks = {
                 rank: _Rank(_labels_of(plan.job_id, node, rank), rank in shown, start_s)
@@ -206,6 +210,12 @@ class RunFigures(Watcher):
     def stopping(self, why: str) -> None:
         with self._lock:
             self._state = STOPPING
+
+    def verdict(self, verdict: Verdict) -> None:
+        with self._lock:
+            self._verdicts.pop(verdict.key, None)
+            if verdict.until_step is None:
+                self._verdicts[verdict.key] = verdict
 
     def restarting(self, plan: JobPlan, report: RunReport) -> None:
         with self._lock:
@@ -322,6 +332,7 @@ class RunFigures(Watcher):
             "launch_failures_total": [
                 ((kind.name.lower(),), self._failures[kind.name.lower()]) for kind in FailureKind
             ],
+            "launch_verdicts": list(Counter((one.name, one.severity) for one in self._verdicts.values()).items()),
             "launch_slowest_rank_step": [((), min(steps))] if steps else [],
             "launch_oldest_step_timestamp_seconds": [((), min(times_s))] if times_s else [],
         }

@@ -25,6 +25,7 @@ from metrics.test_figures import STEP, line, plan_of
 import launcher
 from launcher.base.errors import UsageError
 from launcher.base.fields import address_of
+from launcher.journal.verdicts import Verdict
 from launcher.metrics.figures import JOB_FIGURES, RANK_FIGURES, RunFigures
 from launcher.plan.request import LIMITS
 
@@ -365,6 +366,7 @@ def test_every_figure_reaches_the_page_with_its_type() -> None:
     figures = RunFigures(plan_of())
     figures.started(1)
     figures.ended(0, 0)
+    figures.verdict(Verdict("slow_rank", "warning", "text", "next"))
     data = [
         line("engine", peak_flops=1e12), line("flops", flops=1.0, micro_batches=1), line("save"),
         line("step", **STEP | {"loss_scale": 2.0}), line("log", values={"a\n\"b\\": 1, "\ud800": 2}),

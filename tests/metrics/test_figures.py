@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harness.launch.command import ROOT
 
 from launcher.base.progress import RankProgress
 from launcher.cluster.cluster import Host, NodePlacement, Placement
 from launcher.job.events import Failure, FailureKind, RunReport
 from launcher.journal.rank import encoded
 from launcher.journal.records import RANK_RECORDS
+from launcher.journal.verdicts import Verdict
 from launcher.metrics import figures as figures_module
 from launcher.metrics.figures import JOB_FIGURES, MAX_RANKS, RANK_FIGURES, RunFigures, ranks_shown
 from launcher.plan.plan import Command, JobPlan
@@ -68,6 +70,12 @@ def test_names_follow_the_conventions() -> None:
         for unit in ("seconds", "bytes", "joules"):
             assert unit not in stem or stem.endswith(f"_{unit}"), figure.name
             assert not stem.endswith(f"_{unit}") or figure.unit != "1", figure.name
+
+
+def test_the_page_of_the_documentation_has_every_figure() -> None:
+    page = (ROOT / "docs" / "metrics.md").read_text()
+    for figure in (*JOB_FIGURES, *RANK_FIGURES):
+        assert f"| `{figure.name}` | {', '.join(f'`{label}`' for label in figure.labels)} | {figure.doc} |" in page
 
 
 def test_fields_of_records_that_become_figures_are_fields_of_records() -> None:
@@ -160,6 +168,19 @@ def test_the_state_of_a_job_and_its_ends() -> None:
     figures.finish(report_of(FailureKind.RANK_HANGS, restart=1))
     assert values_of(figures)["launch_failures_total kind=rank_hangs"] == 1
     assert state() == "ended"
+
+
+def test_verdicts_that_hold_are_counted() -> None:
+    figures = RunFigures(plan_of())
+    for rank, severity in ((0, "warning"), (1, "warning"), (1, "critical")):
+        figures.verdict(Verdict("slow_rank", severity, "text", "next", rank=rank))
+    found = values_of(figures)
+    assert found["launch_verdicts verdict=slow_rank severity=warning"] == 1
+    assert found["launch_verdicts verdict=slow_rank severity=critical"] == 1, "it has become worse"
+    figures.verdict(Verdict("slow_rank", "critical", "text", "next", rank=1, until_step=9))
+    assert "launch_verdicts verdict=slow_rank severity=critical" not in values_of(figures)
+    figures.planned(plan_of(restart=1))
+    assert not any("verdict" in name for name in values_of(figures))
 
 
 def test_a_restart_without_the_end_of_a_rank_leaves_nothing_stale() -> None:
