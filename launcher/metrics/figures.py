@@ -168,7 +168,7 @@ class RunFigures(Watcher):
         self._start_s = clock()
         self._state = STARTING
         self._ranks: dict[int, _Rank] = {}  # those that have not ended
-        self._ended: list[_Rank] = []  # since they were last collected
+        self._ended: dict[Labels, _Rank] = {}  # since they were last collected, the last start of each
         self._exits: Counter[str] = Counter()
         self._failures: Counter[str] = Counter()
         self._verdicts: dict[Key, Verdict] = {}  # that hold
@@ -288,7 +288,7 @@ class RunFigures(Watcher):
 
     def _keep(self, ranks: Iterable[_Rank]) -> None:
         if self._keeps_ended:
-            self._ended += [rank for rank in ranks if rank.values]
+            self._ended.update((rank.labels, rank) for rank in ranks if rank.values)
 
     def _count_failure(self, report: RunReport) -> None:
         if report.failure is not None:
@@ -301,7 +301,9 @@ class RunFigures(Watcher):
         with self._lock:
             ranks = list(self._ranks.values())
             if with_ended:
-                ranks, self._ended = [*self._ended, *ranks], []
+                # One point of each series: that of a rank's new start takes the place of the one before.
+                by_labels = self._ended | {rank.labels: rank for rank in ranks if rank.values}
+                ranks, self._ended = list(by_labels.values()), {}
             job, start_s = self._plan.job_id, self._start_s
             found = [
                 Family(figure, JOB_LABELS + figure.labels, [((job, *own), value, start_s) for own, value in points])

@@ -184,6 +184,7 @@ def test_an_engines_job_is_scraped_and_pushed_while_it_restarts(tmp_path: Path, 
     assert found["launch_job_state state=running"] == 1
     assert found["launch_world_size"] == 2
     before = found["launch_steps_total rank=0"]
+    restarted_s = time.time()
     (tmp_path / "go_0").touch()
     found = wait_for(url, launch_restarts_total=1, launch_steps_total=1)
     assert found["launch_failures_total kind=rank_failed"] == 1
@@ -198,11 +199,17 @@ def test_an_engines_job_is_scraped_and_pushed_while_it_restarts(tmp_path: Path, 
     assert collector.paths[-1] == "/v1/metrics"
     (state,) = points_of(metrics["launch_job_state"], state="ended")
     assert state.as_double == 1
-    steps = points_of(metrics["launch_steps_total"])
-    assert metrics["launch_steps_total"].sum.is_monotonic
-    assert len(steps) == 2, "the last figures of both ranks of the last start, and no others"
-    assert all(point.as_double >= 1 for point in steps)
-    assert metrics["launch_memory_bytes"].unit == "By"
+    (samples,) = points_of(metrics["launch_job_samples_total"])
+    assert metrics["launch_job_samples_total"].sum.is_monotonic
+    assert samples.as_double >= found["launch_job_samples_total"]
+    pushes = [collector.metrics(number) for number in range(len(collector.pushes))]
+    for rank in ("0", "1"):
+        points = [points_of(push["launch_steps_total"], rank=rank) for push in pushes if "launch_steps_total" in push]
+        assert max(map(len, points)) == 1, "a rank is one series, whenever it started"
+        (last,) = [point for each in points for point in each][-1:]
+        assert last.start_time_unix_nano / 1e9 > restarted_s, "the last figures are of the last start"
+        assert last.as_double >= 1
+    assert next(push["launch_memory_bytes"].unit for push in pushes if "launch_memory_bytes" in push) == "By"
 
 
 def test_a_script_of_plain_torch_from_python(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -201,6 +201,18 @@ def test_who_asks_for_it_gets_the_last_values_of_a_rank_once() -> None:
     assert "launch_step rank=0" not in values_of(figures, with_ended=True)
 
 
+def test_a_rank_that_ended_and_started_again_is_one_series() -> None:
+    figures = RunFigures(plan_of(), keeps_ended=True)
+    for restart in (0, 1, 2):
+        figures.planned(plan_of(restart=restart))
+        for rank in (0, 1) if restart < 2 else (0,):
+            figures.journal(rank, line("step", **STEP | {"step": 10 * restart + rank}))
+            if restart < 2:
+                figures.ended(rank, 1)
+    (steps,) = (family for family in figures.collect(with_ended=True) if family.figure.name == "launch_step")
+    assert sorted((labels[1], value) for labels, value, _ in steps.points) == [("0", 20), ("1", 11)]
+
+
 @pytest.mark.parametrize(
     "data",
     [
