@@ -163,11 +163,6 @@ class TraceProfile:
         # Any other profiler that starts or stops sets it.
         _profiler_state()._is_profiler_enabled = self
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether this one records, and no other profiler has been started since."""
-        return _profiler_state()._is_profiler_enabled is self
-
     def stop(self) -> bool:
         """Record no more. False where another profiler has been started meanwhile: that one continues, this is lost.
 
@@ -175,7 +170,7 @@ class TraceProfile:
         """
         if not self._has_started and not is_profiler_open():
             self.start()  # what is prepared holds the device's profiler otherwise
-        if not self.is_alone:
+        if _profiler_state()._is_profiler_enabled is not self:
             return False
         self._profile.__exit__(None, None, None)
         results = self._profile.kineto_results

@@ -15,6 +15,7 @@ from launcher.base.log import get_logger
 from launcher.base.progress import BETWEEN_STEPS, EVALUATING, TRAINING, phase, update_progress
 from launcher.checkpoint.formats.source import RunState
 from launcher.checkpoint_files.place import place_of
+from launcher.comm.torch_internals import is_profiler_open
 from launcher.config.equations import BatchPlan
 from launcher.engine.backward import BackwardPass, ScriptsPass, check_loss, scaled_up, unscaled_error
 from launcher.engine.checkpoint_folder import CheckpointFolder
@@ -295,7 +296,9 @@ class Engine(nn.Module):
             self._begin_sum()
             self._num_drops = 0
             self._folder.after_step(self)
-            if self._watch.may_profiler_stop():
+            if is_profiler_open():
+                # torch's profiler corrupts its memory where it stops while collectives of gloo are in flight. A trace
+                # may be stopped after any step: by its end, or by a profiler that the script starts.
                 self._sharded.wait_for_parameters()
             self._watch.trace(self.global_steps)
 

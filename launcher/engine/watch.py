@@ -19,7 +19,6 @@ from launcher.base.log import get_logger
 from launcher.base.progress import update_progress
 from launcher.comm import observe
 from launcher.comm.observe import LogRules, start_log, stop_log
-from launcher.comm.torch_internals import is_profiler_open
 from launcher.config.schema import Config
 from launcher.engine.parts import EngineParts
 from launcher.journal.rank import own_journal
@@ -149,14 +148,8 @@ class Watch:
         if self._recorder is not None:
             self._recorder.note_inputs(inputs, kwargs)
 
-    def may_profiler_stop(self) -> bool:
-        """Whether a profiler may stop before the next step: torch's corrupts its memory while gloo transfers."""
-        if self._tracer is None:
-            return is_profiler_open()
-        return self._tracer.ends_here() or (is_profiler_open() and not self._tracer.is_recording)
-
     def trace(self, step: int) -> None:
-        """Begin or end a trace here, if one is asked for. After `may_profiler_stop`."""
+        """Begin or end a trace here, if one is asked for. While it is recorded, gloo may have no transfer in flight."""
         if self._tracer is not None:
             self._tracer.end_step(step)
 

@@ -135,7 +135,6 @@ class _PlainSteps:
         self._num_done += 1
         update_progress(step=self._num_done)
         if self._tracer is not None:
-            self._tracer.ends_here()
             self._tracer.end_step(self._num_done)
 
     def _count(self, duration_s: float, phases: dict[str, float]) -> None:

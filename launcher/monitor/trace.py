@@ -42,7 +42,6 @@ class StepTracer:
         self._request: TraceRequest | None = None  # that is there, as the journal's thread has seen
         self._begun_id = ""
         self._recording: _Recording | None = None
-        self._ends = False  # with the step that was taken last
         journal.call_often(self._look)
 
     def _look(self) -> None:
@@ -52,23 +51,11 @@ class StepTracer:
         except OSError:
             self._request = None
 
-    @property
-    def is_recording(self) -> bool:
-        """Whether the profiler of this process that is open is the one of a trace."""
-        return self._recording is not None and self._recording.is_alone
-
-    def ends_here(self) -> bool:
-        """Decide whether a trace ends with the step that has been taken; to be asked before each `end_step`.
-
-        If so, no transfer of gloo may be in flight at `end_step`: torch's profiler corrupts its memory then.
-        """
-        recording, request = self._recording, self._request
-        is_wanted = recording is not None and request is not None and request.id == recording.request.id
-        self._ends = recording is not None and (recording.is_in_last_step or not is_wanted)
-        return self._ends
-
     def end_step(self, step: int) -> None:
-        """Note that a step has ended: a trace may begin or end here. For the thread that takes the steps."""
+        """Note that a step has ended: a trace may begin or end here. For the thread that takes the steps.
+
+        No transfer of gloo may be in flight while a profiler is open: torch's corrupts its memory where it stops then.
+        """
         if self._request is not None or self._recording is not None:
             self._advance(step)
 
@@ -78,12 +65,12 @@ class StepTracer:
             if request is not None and request.id != self._begun_id and step + 1 >= request.first_step:
                 self._begin(request, step)
             return
-        is_complete = recording.is_in_last_step
         recording.end_step(step)
-        if self._ends:
+        is_wanted = request is not None and request.id == recording.request.id
+        if recording.is_complete or not is_wanted:
             self._recording = None
             facts = recording.stop()
-            if is_complete:
+            if is_wanted:
                 self._answer(recording, facts)
 
     def _begin(self, request: TraceRequest, step: int) -> None:
@@ -126,14 +113,9 @@ class _Recording:
         self._clock.mark()
 
     @property
-    def is_alone(self) -> bool:
-        """Whether no other profiler is open in this process."""
-        return self._profile.is_alone
-
-    @property
-    def is_in_last_step(self) -> bool:
-        """Whether the step that has not been noted yet is the last one."""
-        return len(self.steps) == self.request.num_steps
+    def is_complete(self) -> bool:
+        """Whether all steps have been recorded."""
+        return len(self.steps) > self.request.num_steps
 
     def end_step(self, step: int) -> None:
         """Note the end of a step."""

@@ -144,7 +144,7 @@ def test_an_engines_job_is_traced_again_and_again_and_trains_on(tmp_path: Path) 
             "aten::",
         ):
             assert inside(events, pid, name), name
-    assert last_record(run / "rank_1.jsonl", "trace") is not None
+    wait_until(lambda: last_record(run / "rank_1.jsonl", "trace") is not None, "what the journal has of the trace")
     one = tmp_path / "one.json"
     result = trace(tmp_path, "one", job.job_id[:-1], "--ranks", "1", "--steps", "1", "-o", one).wait()
     assert result.code == 0, result.err
