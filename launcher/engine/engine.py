@@ -296,9 +296,7 @@ class Engine(nn.Module):
             self._begin_sum()
             self._num_drops = 0
             self._folder.after_step(self)
-            if is_profiler_open():
-                # torch's profiler corrupts its memory where it stops while collectives of gloo are in flight. A trace
-                # may be stopped after any step: by its end, or by a profiler that the script starts.
+            if is_profiler_open():  # one that stops while gloo transfers corrupts its memory: see `StepTracer`
                 self._sharded.wait_for_parameters()
             self._watch.trace(self.global_steps)
 
