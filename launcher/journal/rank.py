@@ -37,7 +37,7 @@ _RECORD_INTERVAL_S = 0.1
 _FULL_RATE_RANKS = 64
 
 _journal: RankJournal | None = None
-_is_off = False
+_off_pid: int | None = None  # the process that has found out that it has no journal: its children may have one
 
 
 class RankJournal:
@@ -125,8 +125,8 @@ class RankJournal:
                 self.flush()
         except OSError:  # the script has closed the pipe; or the agent has gone, and this process is about to go too
             self._is_over.set()
-            global _is_off
-            _is_off = True
+            global _off_pid
+            _off_pid = self.pid
 
     def _write(self, record: dict[str, Any]) -> None:
         line = memoryview(encoded(record))
@@ -168,14 +168,15 @@ _encoder = json.JSONEncoder(default=_shown, allow_nan=False, separators=(",", ":
 
 def own_journal() -> RankJournal | None:
     """Return the journal of this process; None where it has none: it is no rank of `launch`, or has --no-journal."""
-    global _journal, _is_off
-    if _journal is not None:
-        return _journal if _journal.pid == os.getpid() and not _is_off else None
-    if _is_off:
+    global _journal, _off_pid
+    own_pid = os.getpid()
+    if own_pid == _off_pid:
         return None
+    if _journal is not None:
+        return _journal if _journal.pid == own_pid else None
     pid, _, descriptor = os.environ.get(env.JOURNAL_FD.name, "").partition(":")
-    if pid != str(os.getpid()):  # also that of a child: its descriptors are others
-        _is_off = True
+    if pid != str(own_pid):  # also that of a child: its descriptors are others
+        _off_pid = own_pid
         return None
     _journal = RankJournal(int(descriptor))
     return _journal

@@ -36,6 +36,7 @@ EXPORT, TO_FP32 = "tests/checkpoint/test_export.py", "tests/checkpoint/test_to_f
 IMPORT = "tests/checkpoint/test_deepspeed.py::test_the_command_imports_a_tag_once"
 REPORT = "tests/cli/test_report.py::test_the_text_names_every_section"
 HANG = "tests/job/test_collectives.py::test_a_plain_job_says_who_is_missing_in_which_collective"
+SHOW = "tests/cli/test_show.py"
 TOP = "tests/cli/test_top.py::test_in_a_terminal"
 TOP_ONCE = "tests/cli/test_top.py::test_a_job_without_a_journal_has_its_logs"
 TRACE = "tests/cli/test_trace.py::test_an_engines_job_is_traced_again_and_again_and_trains_on"
@@ -96,6 +97,32 @@ ELSEWHERE = {
     ),
     "launch deepspeed-command install": f"{DEEPSPEED_COMMAND}::test_it_is_installed_and_removed",
     "launch deepspeed-command remove": f"{DEEPSPEED_COMMAND}::test_it_is_installed_and_removed",
+    **dict.fromkeys(
+        (
+            "launch show JOB",
+            "launch show JOB --json",
+            "launch show calm-otter-4f2a",
+            "launch show runs/calm-otter-4f2a --json",
+            "launch show lucid-wren",
+        ),
+        f"{SHOW}::test_show_says_what_a_job_did",
+    ),
+    **dict.fromkeys(
+        (
+            "launch report JOB",
+            "launch report JOB -o run.html",
+            "launch report calm-otter-4f2a -o run.html",
+        ),
+        f"{SHOW}::test_the_page_of_a_job_is_written",
+    ),
+    **dict.fromkeys(
+        (
+            "launch report JOB JOB2 -o both.html",
+            "launch report calm-otter-4f2a bold-lynx-77c1",
+            "launch report bold-lynx calm-otter -o both.html",
+        ),
+        "tests/cli/test_run_page.py::test_only_what_differs_is_in_the_table",
+    ),
     "launch trace JOB": TRACE,
     "launch trace calm-otter-4f2a": TRACE,
     "launch trace calm --steps 5 --ranks 0,8-11 -o trace.json.gz": TRACE,

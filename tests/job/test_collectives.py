@@ -345,7 +345,7 @@ def test_a_plain_job_says_who_is_missing_in_which_collective(tmp_path: Path) -> 
         "--native",
     )
     assert "in hold_the_lock" in said  # by faulthandler
-    assert said.count("by py-spy:") + said.count("(no native stack: ") >= 2
+    assert "by py-spy:" in said or "(no native stack: " in said  # of ranks that look alike once
     if "by py-spy:" in stacks.part_of(1):
         assert re.search(r"\bread \(.*\n(.*\n)* +hold_the_lock \(script\.py:\d+\)", stacks.part_of(1))
     with open(tmp_path / "lock", "wb") as file:

@@ -31,7 +31,7 @@ class NoChannel:
 
 
 def node(name: str = "node-a", clock_offset_s: float = 0.0) -> Node:
-    made = Node(NodePlacement(0, Host(name, (0, 1)), 0), PLAN, cast(Any, None), cast(Any, None), cast(Any, None))
+    made = Node(NodePlacement(0, Host(name, (0, 1)), 0), PLAN, *[cast(Any, None)] * 4)
     made.channel, made.clock_offset_s = cast(Any, NoChannel()), clock_offset_s
     return made
 

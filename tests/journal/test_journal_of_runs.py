@@ -151,7 +151,7 @@ def test_after_a_kill_the_journal_is_readable_to_its_last_whole_line(tmp_path: P
     os.kill(launch.process.pid if victim == "launcher" else pid, signal.SIGKILL)
     launch.wait()
     (start,) = JobJournal(next(folder.iterdir())).tries
-    for rank in (0, 1):
+    for rank in start.ranks:  # the other one may have written nothing yet
         steps = [record["values"]["step"] for record in of_kind(records_of(start, rank), "log")]
         assert steps == list(range(len(steps)))
         assert len(steps) > (100 if rank == 1 else 0)

@@ -68,11 +68,11 @@ def test_nobody_waits_for_a_pipe_that_is_full_and_what_is_lost_is_counted(pipe: 
 
 def test_a_child_of_the_rank_has_no_journal(monkeypatch: pytest.MonkeyPatch, pipe: tuple[int, int]) -> None:
     monkeypatch.setattr(rank_module, "_journal", None)
-    monkeypatch.setattr(rank_module, "_is_off", False)
+    monkeypatch.setattr(rank_module, "_off_pid", None)
     monkeypatch.setenv(env.JOURNAL_FD.name, f"{os.getpid() + 1}:{pipe[1]}")
     assert own_journal() is None
     log(accuracy=1.0)
-    monkeypatch.setattr(rank_module, "_is_off", False)
+    monkeypatch.setattr(rank_module, "_off_pid", None)
     monkeypatch.setenv(env.JOURNAL_FD.name, f"{os.getpid()}:{pipe[1]}")
     journal = own_journal()
     assert journal is not None
