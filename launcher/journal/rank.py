@@ -16,7 +16,6 @@ import math
 import os
 import threading
 import time
-import weakref
 from collections import deque
 
 from launcher.base import env
@@ -52,7 +51,7 @@ class RankJournal:
         self._lock = threading.Lock()  # of whoever writes
         self._is_over = threading.Event()
         self._samplers: list[Callable[[], None]] = []
-        self._last_calls: list[weakref.WeakMethod[Callable[[], None]]] = []
+        self._last_calls: list[Callable[[], None]] = []
         world_size = int(os.environ.get(env.WORLD_SIZE.name, "1"))
         self._first_interval_s = _RECORD_INTERVAL_S * max(1.0, world_size / _FULL_RATE_RANKS)
         self.pid = os.getpid()
@@ -87,8 +86,8 @@ class RankJournal:
         self._samplers.append(sampler)
 
     def call_at_end(self, method: Callable[[], None]) -> None:
-        """Have a method called at the end of the process, to add what it still holds. Its object is not kept alive."""
-        self._last_calls.append(weakref.WeakMethod(method))
+        """Have a method called at the end of the process, to add what it still holds. Its object is kept until then."""
+        self._last_calls.append(method)
 
     def flush(self) -> None:
         """Write what is there. Waits for the agent to read. Raises: OSError where the pipe is closed."""
@@ -106,11 +105,9 @@ class RankJournal:
         """Write what is left, and end the thread. Nothing can be added after it."""
         if os.getpid() != self.pid or self._is_over.is_set():
             return
-        for reference in self._last_calls:
-            method = reference()
+        for method in self._last_calls:
             with contextlib.suppress(Exception):  # of a device that has failed: nothing may change how the script ends
-                if method is not None:
-                    method()
+                method()
         self._is_over.set()
         self._thread.join()
 

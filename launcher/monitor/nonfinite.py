@@ -7,6 +7,7 @@ watched, once: on a GPU it waits for each module.
 from __future__ import annotations
 
 import math
+import weakref
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +21,7 @@ class NonfiniteWatch:
     """Writes into the journal that a loss or norm is not finite, and the first module that it is seen in."""
 
     def __init__(self, journal: RankJournal, model: nn.Module | None) -> None:
-        self._journal, self._model = journal, model
+        self._journal, self._model = journal, None if model is None else weakref.ref(model)
         self._step = 0
         self._is_finite = True
         self._num_times = 0
@@ -42,12 +43,13 @@ class NonfiniteWatch:
 
     def _watch(self) -> None:
         """Watch the next forward pass of the model."""
-        if self._model is None:
+        model = None if self._model is None else self._model()
+        if model is None:
             return
-        for name, module in self._model.named_modules():
-            if module is not self._model:
+        for name, module in model.named_modules():
+            if module is not model:
                 self._handles.append(module.register_forward_hook(self._check_of(name)))
-        self._handles.append(self._model.register_forward_hook(lambda *_: self._end()))
+        self._handles.append(model.register_forward_hook(lambda *_: self._end()))
 
     def _check_of(self, name: str) -> Any:
         def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
