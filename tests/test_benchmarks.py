@@ -68,7 +68,7 @@ SHORT = {
     "scale_model": ("--many 26 --rounds 1", 0),
 }
 # These start many processes that load torch, or wait.
-LONG = {"step_time", "pipeline", "checkpoint_time", "nvme"}
+LONG = {"journal", "step_time", "pipeline", "checkpoint_time", "nvme"}
 # Longer still, or alike; and what `make soak-programs` runs.
 SOAK = {
     *(
@@ -87,6 +87,7 @@ SOAK = {
 }
 MARKS = {**dict.fromkeys(LONG, pytest.mark.long), **dict.fromkeys(SOAK, pytest.mark.soak)}
 # These need torch and no process of their own: a fork has it.
+WITH_JOURNALS = {"journal"}  # which ranks in forks have not
 IN_FORKS = {"checkpoint_fuzz", "nvme", "cpu_kernels", "start_7b"}
 NEEDS = {
     "fanout": sshd.available,
@@ -119,7 +120,7 @@ def run_for_itself(script: str, arguments: str, num_ranks: int, folder: Path, ou
     command: list[str | Path] = [PROGRAMS[script], *arguments.split(), "--output", output]
     if num_ranks:
         starter = ("-m", "launcher", "--quiet", "--log-dir", folder / "runs", "--num_gpus", str(num_ranks))
-        command = [*starter, *in_forks(*command)]
+        command = [*starter, *(command if script in WITH_JOURNALS else in_forks(*command))]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, *command], cwd=ROOT, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
