@@ -163,7 +163,7 @@ class _Asked:
     def _ask(self) -> None:
         """Open the pipe at whose other end the rank's thread waits, if there is one; see `compat.collectives`."""
         path = self.rank.collectives_file + env.REQUEST_SUFFIX
-        with contextlib.suppress(OSError):  # ENXIO: nobody waits there
+        with contextlib.suppress(OSError):  # ENXIO: the rank has no reader
             os.close(os.open(path, os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC))
             self._is_listening = True
 

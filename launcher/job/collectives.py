@@ -96,7 +96,7 @@ class Stuck:
     kind: Kind
     collective: str  # "all_reduce #217 of the world (4,096 × float32)"
     waiting: tuple[int, ...]
-    culprits: tuple[int, ...]  # whom they wait for; (): nobody alone
+    culprits: tuple[int, ...]  # the ranks that they wait for; (): no single ones
     reason: str  # of the first culprit, or of them all: what follows "rank 3 "
     lines: tuple[str, ...] = ()  # whole sentences, for a summary
 
@@ -214,7 +214,7 @@ def _parts_of(wait: _Wait) -> list[tuple[Call, tuple[int, ...]]]:
 def _differing(wait: _Wait, by_rank: Mapping[int, Account]) -> Stuck:
     parts = _parts_of(wait)
     (usual, most), (odd, few) = parts[0], parts[-1]
-    is_clear = len(few) < len(most)  # else nobody can say which of them is right
+    is_clear = len(few) < len(most)  # else it is not known which of them is right
     culprits = few if is_clear else ()
     where = by_rank[few[0]].whereabouts(has_last=False) if is_clear else ""
     own, others = _text_of(odd, wait.group), _text_of(usual, wait.group)

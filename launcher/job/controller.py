@@ -30,7 +30,6 @@ from launcher.agent.wire import (
 )
 from launcher.base.errors import Diagnostic, LauncherError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode
-from launcher.base.faults import PREEMPT
 from launcher.base.fields import named
 from launcher.base.progress import RankProgress
 from launcher.base.signals import NOTICE_SIGNAL
@@ -50,6 +49,7 @@ from launcher.job.node import Node, Rank, describe_leftovers, pieces_of
 from launcher.job.root_cause import RootCause
 from launcher.job.traces import TraceDesk
 from launcher.job.verdicts import RunVerdicts
+from launcher.journal.faults import PREEMPT
 from launcher.journal.totals import Totals
 from launcher.plan.plan import JobPlan
 from launcher.planner.ladder import Advice, advice_for
@@ -400,7 +400,7 @@ class Controller:
                 node.send(Notify())
 
     def _rehearse_fault(self, name: str) -> None:
-        """Do the launcher's part of a fault that a rank has begun, see `base.faults`. Any thread."""
+        """Do the launcher's part of a fault that a rank has begun, see `journal.faults`. Any thread."""
         if name == PREEMPT:
             self._signals.ask(NOTICE_SIGNAL)
 

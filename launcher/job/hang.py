@@ -21,7 +21,9 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>
 _COMPARED_FRAMES = 3
 _NO_STACK = "  (no Python stack)"
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
-_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[.\d]*/|^<frozen ")  # of frames in nobody's script
+_LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/|/lib(?:64)?/python3[.\d]*/|^<frozen "
+)  # of frames that are not the script's
 _NOTHING_STUCK = "no rank has been waiting in a collective"
 
 

@@ -66,7 +66,7 @@ class Settings:
     on_oom: str = REPORT  # what `--on-oom` says: what follows when memory ends
     engine: str = "auto"  # what `--engine` says
     resume: str = ""  # what `--resume` says: "auto", "never", a folder, or nothing
-    faults: tuple[str, ...] = ()  # what is rehearsed at the first start, see `base.faults`
+    faults: tuple[str, ...] = ()  # what is rehearsed at the first start, see `journal.faults`
     has_journal: bool = True  # record what the run does, see `journal.records`
     metrics_port: int | str | None = None  # where Prometheus reads the figures of the job, see `fields.Address`
     otlp: str | None = None  # which collector of OpenTelemetry gets them: a URL, or "auto"

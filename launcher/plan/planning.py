@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 from launcher.base import env
 from launcher.base.errors import HostfileError, TransportError, UsageError
-from launcher.base.faults import KINDS, PREEMPT, Fault, parse_fault
 from launcher.base.fields import named
 from launcher.base.folders import home_folder, working_folder
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.cluster.devices import given_devices, local_device_tokens
 from launcher.cluster.nodeset import is_host, is_loopback
 from launcher.fleet.transports import SshTransports, Transports
+from launcher.journal.faults import KINDS, PREEMPT, Fault, parse_fault
 from launcher.plan.engine_config import EngineConfig
 from launcher.plan.plan import JobPlan, Settings, new_job_id
 from launcher.plan.request import Request

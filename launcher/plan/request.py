@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from launcher.base.errors import UsageError
-from launcher.base.faults import parse_fault
 from launcher.base.fields import MAX_PORT, Address, Limit, Seconds, Url, Whole, named
 from launcher.base.resume import AUTO, NEVER
 from launcher.cluster.cluster import MAX_EXPANSION, MAX_SLOTS, NodeRange
+from launcher.journal.faults import parse_fault
 from launcher.plan.plan import LADDER, Command, Settings
 
 DEFAULT_LOG_DIR = Path("runs")

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from harness.launch.command import ROOT, run_launch
 
-from launcher.base.faults import parse_fault
 from launcher.journal.checks import RULES
+from launcher.journal.faults import parse_fault
 
 BEATS = "import launcher, time\nfor _ in range(30):\n    launcher.heartbeat()\n    time.sleep(0.01)\nprint('done')\n"
 STEPS = """

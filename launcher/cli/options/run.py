@@ -15,7 +15,6 @@ import click
 
 from launcher.base import env
 from launcher.base.errors import UsageError
-from launcher.base.faults import KINDS as FAULTS
 from launcher.base.fields import filled
 from launcher.cli.options.accepted import ACCEPTED, with_endpoint
 from launcher.cli.options.command import Number, Ranks, core_list, declared, files, signal_list, under
@@ -23,6 +22,7 @@ from launcher.cli.options.hosts import HOST_CHOICE, REACHING, ssh_options
 from launcher.cli.options.output import OUTPUT, OutputOptions
 from launcher.compat import AUTO as AUTO_ENGINE
 from launcher.compat import ENGINES
+from launcher.journal.faults import KINDS as FAULTS
 from launcher.plan.plan import DEFAULT_GRACE_S, DEFAULT_LEASE_S, ON_OOM, REPORT, Command
 from launcher.plan.request import DEFAULT_LOG_DIR, LIMITS, Request, resume_from
 from launcher.transport.ssh.options import SshOptions
