@@ -23,7 +23,7 @@ _NO_STACK = "  (no Python stack)"
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
 _LIBRARY = re.compile(
     r"/(?:site|dist)-packages/|/lib(?:64)?/python3[.\d]*/|^<frozen "
-)  # of frames that are not the script's
+)  # not the script's
 _NOTHING_STUCK = "no rank has been waiting in a collective"
 
 
