@@ -21,9 +21,7 @@ _FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+) in (?P<name>
 _COMPARED_FRAMES = 3
 _NO_STACK = "  (no Python stack)"
 _PACKAGE = str(Path(__file__).resolve().parent.parent)
-_LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|/lib(?:64)?/python3[.\d]*/|^<frozen "
-)  # not the script's
+_LIBRARY = re.compile(r"/(?:site|dist)-packages/|/lib(?:64)?/python3[.\d]*/|^<frozen ")  # not the script's
 _NOTHING_STUCK = "no rank has been waiting in a collective"
 
 
