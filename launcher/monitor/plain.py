@@ -95,7 +95,7 @@ class _PlainSteps:
         self._num_done = self._num_written = 0
         self._duration_s = self._slowest_s = 0.0
         self._phases: dict[str, float] = {}
-        self._update = clock.inside(UPDATE)
+        self._update, self._is_updating = clock.inside(UPDATE), False
         journal.call_at_end(self._write_rest)
         self._has_nan = False  # a loss was; infinite ones are what a gradient scaler expects
         self._copy: torch.Tensor | None = None  # of a loss on a GPU, in pinned memory: read once it has long arrived
@@ -118,13 +118,20 @@ class _PlainSteps:
     def begin_update(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
         """An optimizer is about to take a step."""
         if self._clock.is_in_thread() and not self._clock.has_engine:
+            self._end_phase()  # of a step that has raised: no hook is called then
             self._update.__enter__()
+            self._is_updating = True
+
+    def _end_phase(self) -> None:
+        if self._is_updating:
+            self._is_updating = False
+            self._update.__exit__(None, None, None)
 
     def end_update(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
         """An optimizer has taken a step."""
         if not self._clock.is_in_thread() or self._clock.has_engine:
             return
-        self._update.__exit__(None, None, None)
+        self._end_phase()
         if self._optimizer is None:
             self._optimizer = optimizer
             self._clock.take()

@@ -56,7 +56,7 @@ class StepRecorder:
         self._duration_s = self._slowest_s = 0.0
         self._phases: dict[str, float] = {}
         self._sent_bytes = sent_bytes()
-        self._last: StepEnd | None = None  # of the steps that are not written yet
+        self._unwritten: list[StepEnd] = []  # of the steps that are not written yet; on a CPU the last one
         journal.call_at_end(self._write_rest)
         clock.take()  # what came before is no step
 
@@ -83,17 +83,18 @@ class StepRecorder:
             # Each step, also one that shares a record: the rank on which it begins is known by its step.
             self._nonfinite.look(facts.step, loss, None if is_skipped else norm)
         self._write_arrived()
-        self._last = facts
+        self._unwritten = [facts] if self._marks is None else [*self._unwritten, facts]
         if self._duration_s >= self.journal.record_interval_s:
             self._write(facts)
 
     def _write_rest(self) -> None:
-        if self._last is not None:
-            self._write(self._last)
+        if self._unwritten:
+            self._write(self._unwritten[-1])
         self._write_arrived()
 
     def _write(self, facts: StepEnd) -> None:
-        use, sent, self._last = memory_use(self._device), sent_bytes(), None
+        use, sent = memory_use(self._device), sent_bytes()
+        unwritten, self._unwritten = self._unwritten, []
         record = {
             "step": facts.step,
             "num_steps": self._num_steps,
@@ -120,7 +121,7 @@ class StepRecorder:
         if loss is not None:
             host = torch.empty((), pin_memory=True)
             host.copy_(loss, non_blocking=True)
-        self._pending.append(_Pending(record, host, facts, self._marks.take()))
+        self._pending.append(_Pending(record, host, unwritten, self._marks.take()))
 
     def _add(self, record: dict[str, Any], loss: Tensor | None, facts: StepEnd, num_skipped: int) -> None:
         norm, is_skipped = facts.outcome()
@@ -140,7 +141,8 @@ class StepRecorder:
                 assert self._marks is not None
                 first.record["phases"] = self._marks.times(first.marks)
                 first.record["duration_s"] = round(sum(first.record["phases"].values()), 6)
-                self._add(first.record, first.loss, first.facts, int(first.facts.outcome()[1]))
+                num_skipped = sum(facts.outcome()[1] for facts in first.steps)
+                self._add(first.record, first.loss, first.steps[-1], num_skipped)
             else:
                 self.journal.add("step", **first.record, loss=None, norm=None, skipped=0)
 
@@ -154,7 +156,7 @@ class _Pending:
 
     record: dict[str, Any]
     loss: Tensor | None  # in pinned memory
-    facts: StepEnd
+    steps: list[StepEnd]
     marks: Marks
 
     @property

@@ -13,9 +13,10 @@ from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode
 
 from launcher.journal.rank import RankJournal
-from launcher.journal.records import BACKWARD, DATA, FORWARD, UPDATE
+from launcher.journal.records import BACKWARD, DATA, FORWARD, SCRIPT, UPDATE
 from launcher.journal.steps import StepClock
 from launcher.monitor import flops as flops_module
+from launcher.monitor import plain
 from launcher.monitor import steps as steps_module
 from launcher.monitor.flops import ModelFlops
 from launcher.monitor.meters import MemoryUse
@@ -89,7 +90,7 @@ def test_a_device_is_asked_later_and_never_waited_for(monkeypatch: pytest.Monkey
             device.queued_s += 1
         with clock.inside(BACKWARD):
             device.queued_s += 2
-        recorder.end(end(step))
+        recorder.end(end(step, skipped=step == 2))
         assert journal.records == []
     device.done_s = 7.0  # two steps
     recorder.end(end(4))
@@ -97,6 +98,7 @@ def test_a_device_is_asked_later_and_never_waited_for(monkeypatch: pytest.Monkey
     assert (first["step"], first["duration_s"], first["loss"]) == (1, 3.5, 3.0)
     assert first["phases"] == {"forward": 1.0, "backward": 2.0, "script": 0.5}
     assert second["phases"] == first["phases"]
+    assert (first["skipped"], second["skipped"]) == (0, 1)
     made = device.made
     device.done_s = 100.0
     for step in range(5, 50):
@@ -139,6 +141,30 @@ def test_short_steps_share_a_record(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (rest["step"], rest["num_steps"], rest["samples"], rest["loss"]) == (8, 3, 24, 3.0)
     journal.rest()
     assert len(journal.records) == 2
+
+
+def test_skipped_steps_that_share_a_record_of_a_device_are_all_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, journal, clock = Device(), Journal(), StepClock(lambda: 0.0)
+    monkeypatch.setattr(steps_module, "device_module", lambda _: device)
+    monkeypatch.setattr(steps_module, "memory_use", lambda _: MemoryUse(1, 2))
+    monkeypatch.setattr(torch, "empty", lambda *shape, pin_memory: torch.zeros(*shape))
+    monkeypatch.setattr(Journal, "record_interval_s", 1.0)
+    recorder = StepRecorder(journal, clock, torch.device("cuda"))
+    for step in (1, 2, 3):
+        recorder.end(end(step, skipped=step < 3))
+    journal.rest()
+    assert [(record["num_steps"], record["skipped"]) for record in journal.records] == [(3, 2)]
+
+
+def test_a_step_that_raises_ends_the_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    clock = StepClock(lambda: now[0])
+    steps = plain._PlainSteps(Journal(), clock, None)
+    optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=0.1)
+    steps.begin_update(optimizer, (), {})  # and it raises
+    steps.begin_update(optimizer, (), {})
+    steps.end_update(optimizer, (), {})
+    assert clock.phase == SCRIPT
 
 
 # ---- FLOPs ----
