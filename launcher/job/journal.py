@@ -32,6 +32,7 @@ _PROGRESS_INTERVAL_S = 1.0  # between two records of progress; longer where ther
 _RANKS_A_SECOND = 100
 _CLOCK_INTERVAL_S = 60.0
 _GIT_TIMEOUT_S = 10.0
+_MAX_SCRIPT_BYTES = 16 << 20  # a larger one is a program, whose digest is not worth the reading
 _PACKAGE_FOLDER = re.compile(r"(?P<name>.+?)-(?P<version>\d[^-]*)\.dist-info")
 
 
@@ -174,13 +175,16 @@ def _code_of(cwd: str, script: str) -> dict[str, Any] | None:
     """Return the commit of a folder and whether files differ from it, and a digest of the script; None without any."""
     found: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
-        found["script_sha256"] = hashlib.sha256(Path(cwd, script).read_bytes()).hexdigest()
+        path = Path(cwd, script)
+        if path.stat().st_size <= _MAX_SCRIPT_BYTES:
+            found["script_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
 
         def git(*arguments: str) -> subprocess.CompletedProcess[str]:
             return subprocess.run(
                 ["git", "-C", cwd, *arguments],
                 stdin=subprocess.DEVNULL,
+                env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # it may not keep the user's own git from its index
                 capture_output=True,
                 text=True,
                 timeout=_GIT_TIMEOUT_S,
