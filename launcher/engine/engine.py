@@ -309,8 +309,13 @@ class Engine(nn.Module):
         if self._ended_by in (_ENGINE, _DROPPED) and not self._backward_done:
             self._ended_by = None
             return
-        self.step()
-        self._ended_by = _OPTIMIZER
+        # `step()` may follow an `optimizer.step()` and does nothing then; a second `optimizer.step()` is not that call.
+        ended_by, self._ended_by = self._ended_by, None
+        try:
+            self.step()
+            ended_by = _OPTIMIZER
+        finally:
+            self._ended_by = ended_by
 
     @property
     def has_gradients(self) -> bool:

@@ -110,6 +110,12 @@ def test_steps_without_a_backward_are_errors() -> None:
     for step in (engine.optimizer.step, engine.step):
         with pytest.raises(EngineError, match="without a backward"):
             step()
+    engine.backward(engine(*batches(1)[0]))
+    engine.optimizer.step()
+    with pytest.raises(EngineError, match="without a backward"):
+        engine.optimizer.step()
+    engine.step()
+    assert engine.global_steps == 2
 
 
 def test_a_step_after_dropped_gradients_updates_nothing() -> None:
