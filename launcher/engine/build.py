@@ -272,7 +272,7 @@ def _shard(
     if plan is None:
         return ShardedModel(model, units, reducer, schedule, hooks)
     shards = [shard for unit in units for shard in unit.make_shards()]
-    optimizer = flat_optimizer(plan, shards, policy, mesh, has_loss_scale=scale_rules is not None)
+    optimizer = flat_optimizer(plan, shards, policy, mesh)
     if isinstance(optimizer, UnitOptimizer):
         for unit in units:
             unit.reserve_states(optimizer)

@@ -370,11 +370,8 @@ class Engine(nn.Module):
 
     def _report(self) -> None:
         losses, self._losses = self._losses, []
-        scaler = self._trained().loss_scaler
-        scale = None if scaler is None else scaler.scale
-        facts = StepFacts(
-            self.global_steps, self.global_samples, losses, self.get_lr()[0], scale, self._last_step.outcome
-        )
+        last, lr = self._last_step, self.get_lr()[0]
+        facts = StepFacts(self.global_steps, self.global_samples, losses, lr, last.loss_scale, last.outcome)
         self._watch.after_step(facts, lambda: self._last_step.norm)
 
     # ---- its weights and checkpoints ----

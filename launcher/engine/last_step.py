@@ -44,6 +44,8 @@ class _Step:
     before: tuple[Any, Any, list[dict[str, Any]]] | None = None  # the schedule, its state, and the options of groups
     is_known: bool = False
     is_reported: bool = False
+    scale_says: str | None = None  # about an overflow
+    scale_error: EngineError | None = None  # the scale cannot get smaller, and steps overflow all the same
 
 
 class LastStep:
@@ -79,6 +81,11 @@ class LastStep:
         return math.inf if self._step.outcome.is_skipped else self._step.outcome.norm
 
     @property
+    def loss_scale(self) -> float | None:
+        """The loss scale that the last step was taken with; None where the precision needs none."""
+        return None if self._step is None else self._step.outcome.loss_scale
+
+    @property
     def num_skipped(self) -> int:
         """The steps that updated nothing."""
         self.wait_for_outcome()
@@ -110,7 +117,7 @@ class LastStep:
         assert self._optimizer is not None
         step = self._step = _Step(number, outcome, losses)
         if outcome.is_known:
-            step.is_known = True
+            self._follow_scale(step)
             self.report()
             self._num_skipped += outcome.is_skipped
             if not outcome.is_skipped:
@@ -130,12 +137,23 @@ class LastStep:
                 )
         _advance(schedule)
 
+    def _follow_scale(self, step: _Step) -> None:
+        """Have the loss scale follow a step, alike on every rank. An error of it is raised where all are: `report`."""
+        assert self._optimizer is not None
+        step.is_known = True
+        scaler, is_skipped = self._optimizer.loss_scaler, step.outcome.is_skipped
+        if scaler is not None:
+            try:
+                step.scale_says = scaler.update(overflow=is_skipped)
+            except EngineError as error:
+                step.scale_error = error
+
     def wait_for_outcome(self) -> None:
         """Wait for the norm of the last step; if the device has skipped it, take back what was counted of it."""
         step = self._step
         if step is None or step.is_known:
             return
-        step.is_known = True
+        self._follow_scale(step)
         if not step.outcome.is_skipped:
             return
         assert self._optimizer is not None
@@ -164,10 +182,12 @@ class LastStep:
         norm, is_skipped = step.outcome.norm, step.outcome.is_skipped
         is_finite = math.isfinite(norm)
         why = "" if is_finite else reason(self._units, self._group, step.losses, norm)
-        scale_says = self._optimizer.note_step(overflow=is_skipped)
+        self._optimizer.note_step(overflow=is_skipped)
+        if step.scale_error is not None:
+            raise step.scale_error
         if not is_finite and self._says_why:
             text = f"step {step.number} {'skipped' if is_skipped else 'taken all the same'}: {why}"
-            get_logger().warning("%s", f"{scale_says} ({text})" if scale_says else text)
+            get_logger().warning("%s", f"{step.scale_says} ({text})" if step.scale_says else text)
 
 
 def _advance(schedule: Any) -> None:

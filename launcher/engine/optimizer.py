@@ -109,7 +109,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.optimizer = base_optimizer(plan, flat, states, is_offloaded=is_offloaded)
         self._client = plan.client
         self._units = units
-        self.loss_scaler = loss_scaler
+        self._loss_scaler = loss_scaler
         # After it `overflow` and the states are those of the last step.
         self.wait_for_outcome: Callable[[], None] = lambda: None
         self._overflow = False
@@ -129,6 +129,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self._overflow = overflow
 
     @property
+    def loss_scaler(self) -> LossScaler | None:
+        """What follows the overflows of fp16, up to the last step; None: the precision needs none.
+
+        On a GPU it waits for the norm of that step.
+        """
+        if self._loss_scaler is not None:
+            self.wait_for_outcome()
+        return self._loss_scaler
+
+    @property
     def loss_scale(self) -> float:
         """What the loss is multiplied by before backward."""
         return 1.0 if self.loss_scaler is None else self.loss_scaler.scale
@@ -143,18 +153,14 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """Whether the loss scale follows overflows."""
         return self.loss_scaler is not None and self.loss_scaler.rules.is_dynamic
 
-    def note_step(self, *, overflow: bool) -> str | None:
-        """Remember how the engine's step went; return what the loss scale has to say about an overflow.
-
-        Raises: EngineError when the loss scale cannot get smaller and steps overflow all the same.
-        """
+    def note_step(self, *, overflow: bool) -> None:
+        """Remember how the engine's step went."""
         self.overflow = overflow
         if not overflow:
             # torch's schedules warn when they are stepped before an optimizer that they watch through this mark.
             for watched in (self, self._client):
                 if watched is not None:
                     watched._opt_called = True  # type: ignore[attr-defined]  # torch sets it on instances
-        return None if self.loss_scaler is None else self.loss_scaler.update(overflow=overflow)
 
     def run_by(self, engine: SteppingEngine, settings: Config, *, is_of_pipeline: bool) -> None:
         """Have `step`, `zero_grad` and `backward` be those of `engine`, which is held weakly."""

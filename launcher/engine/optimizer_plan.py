@@ -92,7 +92,7 @@ def check_offload(plan: OptimizerPlan | None, policy: ZeroPolicy, settings: Conf
 
 
 def flat_optimizer(
-    plan: OptimizerPlan, shards: list[ParamShard], policy: ZeroPolicy, mesh: ParallelMesh, *, has_loss_scale: bool
+    plan: OptimizerPlan, shards: list[ParamShard], policy: ZeroPolicy, mesh: ParallelMesh
 ) -> FlatOptimizer:
     """Return what updates the owned ranges, with the kernels that serve here. Every rank must call it."""
     group = mesh.shard
@@ -115,18 +115,16 @@ def flat_optimizer(
         needs_kernel,
     )
     optimizer = plan.build(shards, backend)
-    optimizer.steps_behind_host = _steps_behind_host(optimizer, policy, mesh, has_loss_scale=has_loss_scale)
+    optimizer.steps_behind_host = _steps_behind_host(optimizer, policy, mesh)
     return optimizer
 
 
-def _steps_behind_host(
-    optimizer: FlatOptimizer, policy: ZeroPolicy, mesh: ParallelMesh, *, has_loss_scale: bool
-) -> bool:
+def _steps_behind_host(optimizer: FlatOptimizer, policy: ZeroPolicy, mesh: ParallelMesh) -> bool:
     """Decide whether the host queues steps without knowing their norm, alike on every rank. Collective.
 
-    A loss scale follows every norm, and an optimizer in host memory is the host's to step.
+    An optimizer in host memory is the host's to step.
     """
-    if has_loss_scale or policy.offload.optimizer is not Place.DEVICE or not mesh.world.runtime.is_async_device:
+    if policy.offload.optimizer is not Place.DEVICE or not mesh.world.runtime.is_async_device:
         return False
     can = isinstance(optimizer, DeviceScaled) and optimizer.takes_device_scale
     return all(mesh.world.communicator.gather_scalars(float(can)))

@@ -123,7 +123,7 @@ RANK_RECORDS: dict[str, dict[str, str]] = {
         "phases": "seconds of each phase",
         "loss": "mean of the last step's micro-batches on this rank; null: not known to the engine",
         "norm": "of the gradients of the last step before clipping; null: not known yet",
-        "loss_scale": "of fp16; null without",
+        "loss_scale": "of fp16, with which the last step was taken; null without",
         "lr": "learning rate of the last step",
         "samples": "of these steps, on this rank",
         "tokens": "of these steps, on this rank; 0 where inputs are no token numbers",

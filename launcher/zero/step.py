@@ -121,13 +121,22 @@ CLIP_EPSILON = 1e-6
 class StepOutcome:
     """How an optimizer step went, as soon as the host knows it."""
 
-    def __init__(self, norm: float | AsyncHostCopy, *, skips_overflow: bool, compared: Sequence[str] = ()) -> None:
-        """norm: of all gradients before clipping; or, being copied from the device, its square, how many units differed
-        between ranks before the step, and whether each of `compared` did.
+    def __init__(
+        self,
+        norm: float | AsyncHostCopy,
+        *,
+        skips_overflow: bool,
+        loss_scale: float | None = None,
+        compared: Sequence[str] = (),
+    ) -> None:
+        """norm: of all gradients before clipping; or, being copied from the device, the square of what is `loss_scale`
+        times as large, how many units differed between ranks before the step, and whether each of `compared` did.
 
-        skips_overflow: a step whose norm is not finite updates nothing. compared: the labels of units.
+        skips_overflow: a step whose norm is not finite updates nothing. loss_scale: that the step was taken with; None:
+        the precision needs none. compared: the labels of units.
         """
         self._norm = norm
+        self.loss_scale = loss_scale
         self.skips_overflow = skips_overflow
         self._compared = compared
         self._error: EngineError | None = None
@@ -142,7 +151,7 @@ class StepOutcome:
         """The gradient norm before clipping. Raises: EngineError for parameters that differed between ranks."""
         if isinstance(self._norm, AsyncHostCopy):
             square, num_parted, *are_parted = self._norm.values()
-            self._norm = math.sqrt(square) if square >= 0 else math.nan
+            self._norm = math.sqrt(square) / (self.loss_scale or 1.0) if square >= 0 else math.nan
             if num_parted:
                 self._error = parted_error(self._compared, are_parted)
         if self._error is not None:
@@ -187,17 +196,17 @@ def grad_scale(norm: float, max_norm: float, loss_scale: float) -> float:
     return min(coefficient, 1.0) / loss_scale
 
 
-def device_scale(square: Tensor, max_norm: float, *, skips_overflow: bool) -> DeviceScale:
-    """Return what `grad_scale` returns, without a loss scale, and whether to skip, of the square of the norm.
+def device_scale(square: Tensor, max_norm: float, loss_scale: float, *, skips_overflow: bool) -> DeviceScale:
+    """Return what `grad_scale` returns, and whether to skip, of the square of the norm of the scaled gradients.
 
     square: fp64 [1], on a device that the host does not wait for.
     """
-    norm = square.sqrt().reshape(())
+    norm = square.sqrt().reshape(()) / loss_scale
     factor = torch.ones_like(norm)
     if max_norm > 0:  # divided, as the host does: `max_norm / norm` would multiply by a reciprocal
         factor = torch.full_like(norm, max_norm).div_(norm + CLIP_EPSILON).clamp_(max=1.0)
     skip = ~torch.isfinite(norm) if skips_overflow else torch.zeros_like(norm)
-    return DeviceScale(factor.float(), skip.float())
+    return DeviceScale((factor / loss_scale).float(), skip.float())
 
 
 # ---- The step over owned ranges ----
@@ -354,8 +363,8 @@ def step_units(
     the step before.
 
     On a GPU the host waits for nothing here, where the optimizer can read the scale of gradients there: see the note in
-    `launcher.comm.hosts`. It does wait with a loss scale, which follows every norm, with an optimizer in host memory,
-    and with one whose steps the host takes part in.
+    `launcher.comm.hosts`. It does wait with an optimizer in host memory, and with one whose steps the host takes part
+    in.
     """
     trained = [unit for unit in units if unit.grads is not None]
     gradients = [unit.grads for unit in trained if unit.grads is not None]
@@ -379,13 +388,15 @@ def step_units(
         check(trained)
         unused = _unused(trained, policy, mesh) if is_any_unused else []
         compared = alike if is_touched else []
-        outcome = _step_behind_host(trained, gradients, optimizer, policy, mesh, unused=unused, compared=compared)
+        outcome = _step_behind_host(
+            trained, gradients, optimizer, policy, mesh, loss_scale, unused=unused, compared=compared
+        )
     else:
         facts = complete_sums(reducer, mesh, own)
         if facts.num_touched:
             _check_alike(alike, mesh)
         check(trained)
-        outcome = _step_with_host(trained, facts, optimizer, policy, mesh, loss_scale or 1.0, delayed)
+        outcome = _step_with_host(trained, facts, optimizer, policy, mesh, loss_scale, delayed)
     for unit in watched:
         unit.params.is_touched = False
         unit.params.note_versions()
@@ -401,6 +412,7 @@ def _step_behind_host(
     optimizer: DeviceScaled,
     policy: ZeroPolicy,
     mesh: ParallelMesh,
+    loss_scale: float | None,
     *,
     unused: Collection[str],
     compared: list[FlatUnit],
@@ -415,12 +427,15 @@ def _step_behind_host(
     known = torch.cat([rows[:, :1].sum(dim=0) / mesh.num_copies, are_parted.sum().reshape(1)])
     if mesh.model is not None:
         known = mesh.model.communicator.sum_scalars(known)
-    square = known[:1]
-    labels = [unit.label for unit in compared]
+    skips_overflow = policy.skips_overflow
     outcome = StepOutcome(
-        AsyncHostCopy(torch.cat([known, are_parted])), skips_overflow=policy.skips_overflow, compared=labels
+        AsyncHostCopy(torch.cat([known, are_parted])),
+        skips_overflow=skips_overflow,
+        loss_scale=loss_scale,
+        compared=[unit.label for unit in compared],
     )
-    optimizer.step(device_scale(square, policy.max_grad_norm, skips_overflow=policy.skips_overflow), frozenset(unused))
+    scale = device_scale(known[:1], policy.max_grad_norm, loss_scale or 1.0, skips_overflow=skips_overflow)
+    optimizer.step(scale, frozenset(unused))
     for unit in trained:
         unit.write_back(is_written=optimizer.writes_params, overlaps=policy.overlap_comm, unused=unused)
     return outcome
@@ -432,21 +447,21 @@ def _step_with_host(
     optimizer: FlatOptimizer,
     policy: ZeroPolicy,
     mesh: ParallelMesh,
-    loss_scale: float,
+    loss_scale: float | None,
     delayed: DelayedUpdate | None,
 ) -> StepOutcome:
     """Take a step that the host decides: it knows the norm first."""
-    norm = facts.norm / loss_scale
+    norm = facts.norm / (loss_scale or 1.0)
     unused = _unused(trained, policy, mesh) if facts.num_unused else []
     if delayed is not None:
         delayed.write_back(is_checked=True)
     if math.isfinite(norm) or not policy.skips_overflow:
-        scale = grad_scale(norm, policy.max_grad_norm, loss_scale)
+        scale = grad_scale(norm, policy.max_grad_norm, loss_scale or 1.0)
         if delayed is not None:
             delayed.begin(frozenset(unused), scale)
         else:
             _update(trained, optimizer, policy, frozenset(unused), scale)
-    return StepOutcome(norm, skips_overflow=policy.skips_overflow)
+    return StepOutcome(norm, skips_overflow=policy.skips_overflow, loss_scale=loss_scale)
 
 
 def _unused(trained: list[FlatUnit], policy: ZeroPolicy, mesh: ParallelMesh) -> list[str]:

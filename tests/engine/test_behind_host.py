@@ -56,7 +56,7 @@ def assert_the_same(case: Case, world_size: int = 2) -> Trajectory:
 
 
 @STAGES
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp16"])
 def test_the_same_bits(stage: int, precision: str) -> None:
     case = small(stage, precision, accumulation=2 if stage in (1, 3) else 1, unused=stage in (1, 2))
     found = assert_the_same(case, world_size=3 if stage == 2 else 2)
@@ -64,7 +64,6 @@ def test_the_same_bits(stage: int, precision: str) -> None:
 
 
 def test_what_needs_the_host_is_as_before() -> None:
-    assert_the_same(small(2, "fp16"))  # the loss scale
     offload = {"offload_optimizer": {"device": "cpu"}, "stage3_param_persistence_threshold": 0}
     assert_the_same(small(2, "bf16", zero=offload))
 
@@ -94,10 +93,12 @@ def _rates(optimizer: torch.optim.Optimizer) -> Any:
 SCHEDULES = {"of the config": None, "torch": _cycle, "client": _rates}
 
 
-def _with_bad_steps(rank: int, world_size: int, stage: int, name: str, is_behind: bool) -> dict[str, Any]:
+def _with_bad_steps(
+    rank: int, world_size: int, stage: int, precision: str, name: str, is_behind: bool
+) -> dict[str, Any]:
     """Train with gradients that are not finite in the first step, and later in two of them."""
-    case = small(stage, "bf16")
-    found: dict[str, Any] = {"rates": [], "overflows": [], "norms": []}
+    case = small(stage, precision)
+    found: dict[str, Any] = {"rates": [], "overflows": [], "norms": [], "scales": []}
     with runs_behind_host() if is_behind else contextlib.nullcontext(), logged() as lines:
         engine, optimizer, _, schedule = launcher.initialize(
             model=make_model(case), config=case.config(world_size), lr_scheduler=SCHEDULES[name]
@@ -111,21 +112,25 @@ def _with_bad_steps(rank: int, world_size: int, stage: int, name: str, is_behind
                 found["norms"].append(engine.get_global_grad_norm())
                 found["overflows"].append(optimizer.overflow)
                 found["rates"].append(engine.get_lr())
+                found["scales"].append(optimizer.loss_scale)
         found |= {"skipped": engine.skipped_steps, "last rates": engine.get_lr(), "states": optimizer.state_dict()}
         found["schedule"] = schedule.state_dict() if hasattr(schedule, "state_dict") else schedule.num_steps
         found["weights"] = {key: value.clone() for key, value in engine.state_dict().items()}
         engine.destroy()
     # The device of a GPU would be behind with the messages: they come when the next backward begins.
-    return found | {"lines": [line for line in lines if line.startswith("step")]}
+    return found | {"lines": [line for line in lines if " skipped: " in line]}
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-@pytest.mark.parametrize("stage", [1, 3])
-def test_a_skipped_step_is_taken_back(stage: int, name: str) -> None:
-    found, expected = (run_on_ranks(2, _with_bad_steps, stage, name, is_behind)[0] for is_behind in (True, False))
+@pytest.mark.parametrize(("stage", "precision"), [(1, "bf16"), (3, "bf16"), (2, "fp16")])
+def test_a_skipped_step_is_taken_back(stage: int, precision: str, name: str) -> None:
+    found, expected = (
+        run_on_ranks(2, _with_bad_steps, stage, precision, name, is_behind)[0] for is_behind in (True, False)
+    )
+    assert len({*expected["scales"]}) == (3 if precision == "fp16" else 1)
     assert expected["skipped"] == 3
     assert len(expected["lines"]) == 3
-    for key in ("skipped", "rates", "overflows", "last rates", "lines", "schedule"):
+    for key in ("skipped", "rates", "overflows", "last rates", "lines", "schedule", "scales"):
         assert found[key] == expected[key], key
     assert repr(found["norms"]) == repr(expected["norms"])
     torch.testing.assert_close(found["weights"], expected["weights"], rtol=0, atol=0)
@@ -188,7 +193,7 @@ def _waits(rank: int, world_size: int, case: Case, has_kernel: bool, is_behind: 
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
-@pytest.mark.parametrize(("precision", "has_kernel"), [("fp32", True), ("fp32", False), ("bf16", True)])
+@pytest.mark.parametrize(("precision", "has_kernel"), [("fp32", True), ("fp32", False), ("bf16", True), ("fp16", True)])
 def test_a_step_waits_for_nothing(stage: int, precision: str, has_kernel: bool) -> None:
     assert run_on_ranks(2, _waits, small(stage, precision, unused=stage == 2), has_kernel, True) == [Counter()] * 2
 
@@ -208,6 +213,29 @@ def test_torchs_fused_kernel_reads_the_scale() -> None:
 def _fused(rank: int, world_size: int, case: Case) -> Trajectory:
     with runs_behind_host(None):
         return train_engine(rank, world_size, case)
+
+
+def _at_the_smallest_scale(rank: int, world_size: int) -> tuple[float, str]:
+    """Overflow until the run ends; return the scale, which is read before each backward on rank 0 alone."""
+    case = small(1, "fp16", settings={"fp16": {"enabled": True, "loss_scale": 4.0}})
+    with runs_behind_host():
+        engine, optimizer, _, _ = launcher.initialize(model=make_model(case), config=case.config(world_size))
+        tokens, targets = (part.chunk(world_size)[rank] for part in micro_batches(case)[0][0])
+        for _ in range(20):
+            engine.backward(engine(tokens, targets) * math.nan)
+            engine.step()
+            if rank == 0:
+                assert optimizer.loss_scale == 4.0
+        loss = engine(tokens, targets)
+        with pytest.raises(EngineError) as error:
+            engine.backward(loss)
+    return optimizer.loss_scale, str(error.value)
+
+
+def test_a_scale_that_cannot_get_smaller_ends_the_run_on_every_rank() -> None:
+    for scale, text in run_on_ranks(2, _at_the_smallest_scale):
+        assert scale == 4.0
+        assert "gradients overflowed in 20 steps in a row" in text
 
 
 # ---- what is launched ----
