@@ -20,7 +20,7 @@ from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.base.units import format_bytes
 from launcher.comm.buffers import BufferPool
-from launcher.comm.streams import Side, StreamEvent, Streams, streams_of
+from launcher.comm.streams import PASSED, Side, StreamEvent, Streams, streams_of
 
 # ---- The accelerator of this machine, by those names of torch that hold for each kind ----
 
@@ -122,6 +122,25 @@ def _take_last_error() -> None:
 # ---- Copies between a device and host memory, beside what the device computes ----
 
 
+class _BothEvents(StreamEvent):
+    """Two points, each of a stream of its own: reached when both are."""
+
+    def __init__(self, one: StreamEvent, other: StreamEvent) -> None:
+        self._events = one, other
+
+    @property
+    def has_passed(self) -> bool:
+        return all(event.has_passed for event in self._events)
+
+    def wait(self) -> None:
+        for event in self._events:
+            event.wait()
+
+    def synchronize(self) -> None:
+        for event in self._events:
+            event.synchronize()
+
+
 class HostDeviceCopier:
     """Copies in the order they are asked for, on a side stream for each direction: a bus carries both at once.
 
@@ -160,6 +179,16 @@ class HostDeviceCopier:
             so_far.wait()
             target.copy_(source, non_blocking=True)
             return self._streams.record()
+
+    def so_far(self) -> StreamEvent:
+        """Return the point at which all copies asked for so far, of both directions, have ended."""
+        if not self._streams.is_async:
+            return PASSED
+        ends = []
+        for side in (Side.TO_DEVICE, Side.TO_HOST):
+            with self._streams.on(side):
+                ends.append(self._streams.record())
+        return _BothEvents(*ends)
 
     def synchronize(self) -> None:
         """Block until everything copied so far is where it was copied to."""

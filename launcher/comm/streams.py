@@ -7,8 +7,8 @@ other. A collective of NCCL runs on a stream of NCCL's own, which waits for the 
 collective is started; `wait()` makes the stream that is current then wait for it. So a collective that is started
 within `on(side)` waits for that side alone, not for the computing.
 
-The host waits for nothing here except in `synchronize`. On a CPU there is one order, that of the calls: all of this
-does nothing then.
+The host waits for nothing here except in `synchronize`, of streams or of an event. On a CPU there is one order, that of
+the calls: all of this does nothing then.
 """
 
 from __future__ import annotations
@@ -34,8 +34,16 @@ class Side(Enum):
 class StreamEvent:
     """A point in the work of one stream; of this class, one that has been reached."""
 
+    @property
+    def has_passed(self) -> bool:
+        """Whether it has been reached."""
+        return True
+
     def wait(self) -> None:
         """Have what is queued on the current stream from here on wait for it. The host does not wait."""
+
+    def synchronize(self) -> None:
+        """Block the host until it is reached. Any thread may call it."""
 
 
 PASSED = StreamEvent()
@@ -75,6 +83,13 @@ class _DeviceEvent(StreamEvent):
 
     def wait(self) -> None:
         self._module.current_stream(self._device).wait_event(self._event)
+
+    @property
+    def has_passed(self) -> bool:
+        return bool(self._event.query())
+
+    def synchronize(self) -> None:
+        self._event.synchronize()
 
 
 class DeviceStreams(Streams):

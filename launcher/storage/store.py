@@ -255,6 +255,7 @@ class Store:
 
     def tune(self, settings: AioSettings) -> None:
         """Go on with other settings, once what was started has ended."""
+        self._waiter.shutdown()
         self._pool.shutdown()
         self._use(settings)
 
@@ -263,12 +264,19 @@ class Store:
         self._check_usable()
         return Extent(self._file.grow(padded(num_bytes)), num_bytes)
 
-    def write(self, extent: Extent, memory: memoryview) -> Transfer:
+    def write(self, extent: Extent, memory: memoryview, after: Callable[[], None] | None = None) -> Transfer:
         """Start writing `memory`, as long as the extent, and return at once.
 
+        after: returns when the memory has its values; a thread calls it first. Such writes follow each other.
         Raises: EngineError when an earlier transfer has failed.
         """
-        return self._start(extent, memory, self._write_block, "written")
+        if after is None:
+            return self._start(extent, memory, self._write_block, "written")
+        return Transfer([self._waiter.submit(self._write_after, after, extent, memory)])
+
+    def _write_after(self, after: Callable[[], None], extent: Extent, memory: memoryview) -> None:
+        after()  # not in a thread of `_pool`: reads that come before it would have fewer
+        self._start(extent, memory, self._write_block, "written").wait()
 
     def read(self, extent: Extent, memory: memoryview) -> Transfer:
         """Start filling `memory`, as long as the extent, and return at once.
@@ -279,12 +287,14 @@ class Store:
 
     def close(self) -> None:
         """Finish what has begun, drop what has not, and remove the file. Raises nothing: a failure stood in `wait`."""
+        self._waiter.shutdown(cancel_futures=True)
         self._pool.shutdown(cancel_futures=True)
         self._file.close()
 
     def _use(self, settings: AioSettings) -> None:
         self.settings = settings
         self._pool = futures.ThreadPoolExecutor(settings.num_requests, thread_name_prefix="launch-storage")
+        self._waiter = futures.ThreadPoolExecutor(1, thread_name_prefix="launch-storage-wait")
         self._blocks = threading.local()
 
     def _start(

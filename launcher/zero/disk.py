@@ -18,22 +18,27 @@ from torch import Tensor
 
 from launcher.comm.buffers import BufferPool
 from launcher.comm.device import PinnedMemory
+from launcher.comm.streams import PASSED, StreamEvent
 from launcher.storage.store import AioSettings, Extent, Store, Transfer, aligned_buffer, padded
 
 # Writes of single tensors in the background: each keeps its memory until it has ended.
 MAX_WRITES = 2
+# Tensors that copies to a device still read after their use: each keeps its memory until these have ended.
+MAX_COPIED = 2
 
 
 class SwapState(Enum):
     """Where the values are.
 
-    OUT -> READING (start_reading) -> IN (bring_in) -> WRITING (send_out) -> OUT (finish_write). `drop` leads to OUT.
+    OUT -> READING (start_reading) -> IN (bring_in) -> WRITING (send_out) -> OUT (finish_write). `drop` leads to OUT,
+    and to COPIED first where a device still copies from the memory.
     """
 
     OUT = auto()  # on disk only, if anywhere: there is no memory
     READING = auto()  # the memory belongs to a read
     IN = auto()
     WRITING = auto()  # the memory may be read; it goes back when the write has ended
+    COPIED = auto()  # the memory, with the values, goes back when a copy has ended
 
 
 class Disk:
@@ -54,6 +59,7 @@ class Disk:
         self.memory = BufferPool(torch.device("cpu"), lambda num_bytes: _aligned_storage(num_bytes, pinned))
         self.writes_behind = writes_behind
         self._writing: deque[Swapped] = deque()
+        self._copied: deque[Swapped] = deque()
 
     def register_write(self, swapped: Swapped) -> None:
         """Remember whose memory a write has."""
@@ -63,6 +69,16 @@ class Disk:
         """Wait until at most so many writes are in flight, and take their memory back."""
         while len(self._writing) > max_writes:
             self._writing.popleft().finish_write()
+
+    def register_copied(self, swapped: Swapped) -> None:
+        """Remember whose memory a copy to a device has."""
+        self._copied.append(swapped)
+        self.reclaim()
+
+    def reclaim(self, *, max_copied: int = MAX_COPIED) -> None:
+        """Take the memory back whose copies have ended, and wait for the oldest where there are more than so many."""
+        while self._copied and (len(self._copied) > max_copied or self._copied[0].is_copied):
+            self._copied.popleft().finish_copy()
 
 
 def _aligned_storage(num_bytes: int, pinned: PinnedMemory | None) -> torch.UntypedStorage:
@@ -85,6 +101,7 @@ class Swapped:
         self._extent = extent or disk.store.reserve(self._num_bytes)
         self._is_foreign = True  # memory from elsewhere, not from the disk's pool
         self._transfer: Transfer | None = None
+        self._last_use: StreamEvent = PASSED  # of the memory by a copy from or to a device
         self.state = SwapState.IN
 
     def _memory(self) -> memoryview:
@@ -92,6 +109,10 @@ class Swapped:
         # A transfer keeps the memory alive, should everything else be gone before it has ended.
         memory.owner = self._storage  # type: ignore[attr-defined]
         return memoryview(memory).cast("B")
+
+    def used_until(self, event: StreamEvent) -> None:
+        """Have whoever gets the memory next wait for a copy from or to a device. It is in memory now."""
+        self._last_use = event
 
     def start_reading(self) -> None:
         """Start bringing the values in, when they are out."""
@@ -106,9 +127,9 @@ class Swapped:
             self.start_reading()
         elif self.state is SwapState.OUT:
             self._lend()
-        if self._transfer is not None:
-            self._transfer.wait()
-            self._transfer = None
+        self._end_transfer()
+        if self.state is SwapState.COPIED:
+            self._last_use.synchronize()  # the values may be changed
         self.state = SwapState.IN
 
     def send_out(self, *, max_writes: int = MAX_WRITES) -> None:
@@ -116,7 +137,8 @@ class Swapped:
 
         max_writes: how many writes of this disk may still be in flight when this returns.
         """
-        self._transfer = self._disk.store.write(self._extent, self._memory())
+        after = None if self._last_use.has_passed else self._last_use.synchronize
+        self._transfer = self._disk.store.write(self._extent, self._memory(), after)
         self.state = SwapState.WRITING
         self._disk.register_write(self)
         self._disk.drain(max_writes=max_writes)
@@ -124,23 +146,42 @@ class Swapped:
     def finish_write(self) -> None:
         """Wait for a write, unless the values have been brought back in since it began."""
         if self.state is SwapState.WRITING and self._transfer is not None:
-            self._transfer.wait()
-            self._transfer = None
+            self._end_transfer()
             self._take_back()
 
     def drop(self) -> None:
         """Give the memory back without writing: what is on disk, if anything, is what counts."""
-        if self.state is SwapState.READING and self._transfer is not None:
-            self._transfer.wait()
-            self._transfer = None
+        if self.state is SwapState.READING:
+            self._end_transfer()
         if self.state in (SwapState.READING, SwapState.IN):
+            if self._last_use.has_passed:
+                self._take_back()
+            else:
+                self.state = SwapState.COPIED
+                self._disk.register_copied(self)
+
+    @property
+    def is_copied(self) -> bool:
+        """Whether no copy uses the memory any more."""
+        return self._last_use.has_passed
+
+    def finish_copy(self) -> None:
+        """Wait for the copy that has the memory, unless the values have been brought back in since it began."""
+        if self.state is SwapState.COPIED:
+            self._last_use.synchronize()
             self._take_back()
 
     def wait_for_writes(self) -> None:
         """Wait for every write of the disk: none may come after what is written next to this."""
         self._disk.drain(max_writes=0)
 
+    def _end_transfer(self) -> None:
+        if self._transfer is not None:
+            self._transfer.wait()
+            self._transfer = None
+
     def _lend(self) -> None:
+        self._disk.reclaim()
         self._disk.memory.lend(self._storage, self._num_bytes)
         self._is_foreign = False
 
@@ -150,6 +191,7 @@ class Swapped:
             self._disk.memory.note_freed(self._num_bytes)
         else:
             self._disk.memory.take_back(self._storage)
+        self._last_use = PASSED
         self.state = SwapState.OUT
 
 
@@ -207,8 +249,12 @@ class UnitSwap:
         for swapped in self._all():
             swapped.bring_in()
 
-    def send_out(self, states: Iterable[Tensor], *, keeps_gradient: bool = False) -> None:
-        """Write master and states back, and the gradient if it is kept. states: those the optimizer has now."""
+    def send_out(self, states: Iterable[Tensor], *, keeps_gradient: bool = False, after: StreamEvent = PASSED) -> None:
+        """Write master and states back, and the gradient if it is kept. states: those the optimizer has now.
+
+        after: the last copy of the master to a device.
+        """
+        self._master.used_until(after)
         for state in states:
             storage = state.untyped_storage()
             if storage._cdata not in self._states:

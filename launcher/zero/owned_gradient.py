@@ -101,6 +101,8 @@ class OwnedGradient:
         self._stored.wait()
         self._fetched = self._group.buffers.borrow(self.grad.numel(), self.grad.dtype)
         self._arrival = self._copier.copy(self._fetched, self.grad)
+        if self.swap is not None:
+            self.swap.used_until(self._arrival)
 
     def keep(self, arrived: Tensor) -> Tensor:
         """Add a sum, 1-D [owned] on the device, to what is kept. Returns the total, on the device."""
@@ -150,7 +152,7 @@ class OwnedGradient:
             self.swap.bring_in(reads=False)
         self._stored = self._copier.copy(self.optimizer_grad, grad)
         if self.swap is not None:
-            self._copier.synchronize()
+            self.swap.used_until(self._stored)
             self.swap.send_out()
 
     @contextlib.contextmanager

@@ -419,7 +419,7 @@ class UnitParameters:
         try:
             yield
         finally:
-            self.group.copier.synchronize()  # a copy may still read or write memory that others get from here on
+            self._swap.used_until(self.group.copier.so_far())  # others get the memory next
             if writes:
                 self._has_second = False
                 self._swap.send_out()

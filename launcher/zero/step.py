@@ -523,8 +523,7 @@ def _update_in_turn(
         optimizer.step_unit(unit.index, scale, unused)
         _write_back(unit, optimizer, policy, unused)
         if swap is not None:
-            unit.group.copier.synchronize()  # a copy of the master may still read memory that others get next
-            swap.send_out(unit.state_tensors())
+            swap.send_out(unit.state_tensors(), after=unit.group.copier.so_far())
 
 
 def _write_back(unit: FlatUnit, optimizer: FlatOptimizer, policy: ZeroPolicy, unused: Collection[str]) -> None:

@@ -85,6 +85,18 @@ def test_transfers_may_overlap(store: Store) -> None:
     assert back == memories
 
 
+def test_a_write_that_waits_for_its_values_keeps_back_no_read(store: Store) -> None:
+    kept, extent, arrived = put(store, noise(BLOCK)), store.reserve(3 * BLOCK), threading.Event()
+    memory = aligned_buffer(3 * BLOCK)
+    transfer = store.write(extent, memory, lambda: bool(arrived.wait(DEADLINE_S)) and None)
+    assert get(store, kept) == noise(BLOCK)
+    assert not transfer.is_done
+    memory[:] = noise(3 * BLOCK, seed=1)
+    arrived.set()
+    transfer.wait()
+    assert get(store, extent) == noise(3 * BLOCK, seed=1)
+
+
 @pytest.mark.parametrize("block_size_bytes", [1, 5000, 1 << 20])
 def test_a_block_size_is_rounded_to_what_a_disk_takes(tmp_path: Path, block_size_bytes: int) -> None:
     store = Store(str(tmp_path), AioSettings(block_size_bytes, queue_depth=2, num_threads=3))

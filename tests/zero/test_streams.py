@@ -21,6 +21,7 @@ import launcher
 from launcher.comm.buffers import BufferPool
 from launcher.comm.device import HostDeviceCopier
 from launcher.comm.streams import PASSED, Side
+from launcher.zero.disk import MAX_COPIED, MAX_WRITES, Swapped
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.owned_gradient import OwnedGradient
 from launcher.zero.parameters import UnitParameters
@@ -146,6 +147,14 @@ def _adds_at_once(owned: OwnedGradient, arrived: torch.Tensor) -> None:
     _add_to(owned, arrived)
 
 
+_offload_grad = OwnedGradient._offload_grad
+
+
+def _writes_at_once(owned: OwnedGradient, grad: torch.Tensor) -> None:
+    with mock.patch.object(Swapped, "used_until", _nothing):
+        _offload_grad(owned, grad)
+
+
 BROKEN: dict[str, tuple[Any, str, Any, int, str, str]] = {
     "events": (ModelEvent, "wait", _nothing, 2, "device", "is not ordered after"),
     "before the optimizer": (ModelStreams, "join", _nothing, 1, "device", "is not ordered after"),
@@ -154,7 +163,8 @@ BROKEN: dict[str, tuple[Any, str, Any, int, str, str]] = {
     "updated shards": (UnitParameters, "start_gather", _gathers_at_once, 3, "device", "by all-gather"),
     "copied shards": (UnitParameters, "start_gather", _gathers_at_once, 3, "parameters on host", "not ordered"),
     "gradients on host": (HostDeviceCopier, "synchronize", _nothing, 2, "optimizer on host", "host"),
-    "gradients on disk": (HostDeviceCopier, "synchronize", _nothing, 3, "both on disk", "of a disk"),
+    "copies from and to a disk's memory": (Swapped, "used_until", _nothing, 3, "both on disk", "of a disk"),
+    "gradients that go to disk": (OwnedGradient, "_offload_grad", _writes_at_once, 2, "optimizer on disk", "of a disk"),
     "sums on host": (OwnedGradient, "add_to", _adds_at_once, 2, "optimizer on host", "TO_DEVICE"),
 }
 
@@ -212,6 +222,34 @@ def test_a_gather_waits_for_the_update_and_for_its_memory_alone(place: str, tmp_
     for gathers in run_on_ranks(2, _gathers, place, str(tmp_path)):
         for computed, awaited, written in gathers:
             assert awaited <= written < computed - 20
+
+
+def _host_waits(rank: int, world_size: int, folder: str) -> tuple[int, int, int]:
+    """Return how often the host waits for all copies in passes, how often in steps, and the units in disk memory."""
+    zero = {**SHARDED, **PLACES["both on disk"](folder)}
+    case = Case(3, "bf16", 1, unit_numel=2500, num_steps=1, zero=zero)
+    with modelled_streams() as model, mock.patch.object(HostDeviceCopier, "synchronize") as synchronize:
+        synchronize.side_effect = lambda: model.merge("host", model.point("TO_HOST") | model.point("TO_DEVICE"))
+        engine = launcher.initialize(model=make_model(case), config=case.config(world_size))[0]
+        ((tokens, targets),) = micro_batches(case)[0]
+        with model:
+            for _ in range(2):
+                counts = [synchronize.call_count]
+                engine.backward(engine(tokens, targets))
+                counts.append(synchronize.call_count)
+                engine.step()
+                counts.append(synchronize.call_count)
+        on_disk = [unit.params for unit in engine._sharded.units if unit.params.placement.disk is not None]
+        largest_bytes = max(params.shard.nbytes for params in on_disk)
+        disk = on_disk[0].placement.disk
+        return counts[1] - counts[0], counts[2] - counts[1], -(-disk.memory.peak_bytes // largest_bytes)
+
+
+def test_the_host_waits_for_no_unit_whose_memory_goes_to_disk(tmp_path: Path) -> None:
+    for in_passes, in_steps, num_units in run_on_ranks(2, _host_waits, str(tmp_path)):
+        assert in_passes == 0
+        assert in_steps == 1  # for all gradients, before the norm
+        assert num_units <= 2 + MAX_COPIED + MAX_WRITES
 
 
 def _backward(rank: int, world_size: int, stage: int) -> tuple[int, int, int]:

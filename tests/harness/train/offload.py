@@ -56,8 +56,18 @@ class LateCopier(HostDeviceCopier):
     def run_until(self, to_device: bool, job: tuple[Tensor, Tensor]) -> None:
         """Run what was asked for before `job`, and it, unless that has been done."""
         with self._lock:
-            while any(job is waiting for waiting in self._queues[to_device]):
+            while self.is_waiting(to_device, job):
                 self._run_first(to_device)
+
+    def so_far(self) -> StreamEvent:
+        return _AllSoFar(self)
+
+    @property
+    def is_done(self) -> bool:
+        return not any(self._queues.values())
+
+    def is_waiting(self, to_device: bool, job: tuple[Tensor, Tensor]) -> bool:
+        return any(job is waiting for waiting in self._queues[to_device])
 
     def synchronize(self) -> None:
         with self._lock:
@@ -71,13 +81,31 @@ class LateCopier(HostDeviceCopier):
 
 
 @dataclass(frozen=True)
-class _LateCopy:
+class _AllSoFar(StreamEvent):
+    copier: LateCopier
+
+    @property
+    def has_passed(self) -> bool:
+        return self.copier.is_done
+
+    def synchronize(self) -> None:
+        self.copier.synchronize()
+
+
+@dataclass(frozen=True)
+class _LateCopy(StreamEvent):
     copier: LateCopier
     to_device: bool
     job: tuple[Tensor, Tensor]
 
+    @property
+    def has_passed(self) -> bool:
+        return not self.copier.is_waiting(self.to_device, self.job)
+
     def wait(self) -> None:
         self.copier.run_until(self.to_device, self.job)
+
+    synchronize = wait
 
 
 def is_in_host_memory(tensor: Tensor) -> bool:

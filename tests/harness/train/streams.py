@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -99,6 +100,7 @@ class StreamModel(TorchDispatchMode):
         self._freed: defaultdict[str, list[_Access]] = defaultdict(list)  # lane -> uses of what its allocator got back
         self._is_paused = False
         self.num_accesses: Counter[str] = Counter()  # by lane
+        self.num_transfers = 0  # of disks
         self.operations: Counter[str] = Counter()  # by name
         self.gathers: list[tuple[int, int]] = []  # how much computing there was, and how much each one waits for
 
@@ -204,10 +206,10 @@ class StreamModel(TorchDispatchMode):
     def keep(self, tensor: Tensor, lane: str) -> None:
         self._memory(tensor.untyped_storage()).kept_for[lane] = self.time(lane)
 
-    def host_uses(self, storage: torch.UntypedStorage, what: str) -> None:
+    def uses_all(self, lane: str, storage: torch.UntypedStorage, what: str) -> None:
         """Note that the host, or a disk, reads and writes all of some memory."""
         whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
-        self.access(HOST, what, [], [whole])
+        self.access(lane, what, [], [whole])
 
     # ---- operations ----
 
@@ -310,8 +312,18 @@ class ModelEvent:
     model: StreamModel
     point: Clock
 
+    @property
+    def has_passed(self) -> bool:
+        """Whether the host knows: where it does not, the event may be reached or not."""
+        return all(self.model.awaited(HOST, lane) >= time for lane, time in self.point.items())
+
     def wait(self) -> None:
         self.model.merge(self.model.lane, self.point)
+
+    def synchronize(self) -> None:
+        """Wait in a thread of a disk: what the host learns of it, it learns with the transfer."""
+        if threading.current_thread() is threading.main_thread():
+            self.model.merge(HOST, self.point)
 
 
 class ModelStreams:
@@ -415,19 +427,29 @@ def _late_collectives(model: StreamModel) -> Iterator[Any]:
 
 
 def _disk_hooks(model: StreamModel) -> Iterator[Any]:
-    memory, take_back = Swapped._memory, Swapped._take_back
+    memory, take_back, end_transfer = Swapped._memory, Swapped._take_back, Swapped._end_transfer
+    lanes: dict[Swapped, str] = {}  # of the last transfer
 
     def used_by_the_disk(swapped: Swapped) -> memoryview:
-        with model.paused():
-            model.host_uses(swapped._storage, "a transfer of a disk")
+        lanes[swapped] = f"disk {model.num_transfers}"
+        model.num_transfers += 1
+        with model.paused(), model.on(lanes[swapped]):
+            swapped._last_use.wait()
+            model.uses_all(lanes[swapped], swapped._storage, "a transfer of a disk")
         return memory(swapped)
+
+    def waited_for(swapped: Swapped) -> None:
+        if swapped._transfer is not None:
+            model.merge(HOST, model.point(lanes[swapped]))
+        end_transfer(swapped)
 
     def given_back(swapped: Swapped) -> None:
         with model.paused():
-            model.host_uses(swapped._storage, "the next owner of a disk's memory")
+            model.uses_all(HOST, swapped._storage, "the next owner of a disk's memory")
         take_back(swapped)
 
     yield mock.patch.object(Swapped, "_memory", used_by_the_disk)
+    yield mock.patch.object(Swapped, "_end_transfer", waited_for)
     yield mock.patch.object(Swapped, "_take_back", given_back)
 
 
