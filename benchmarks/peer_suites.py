@@ -234,7 +234,7 @@ SUITES = {
             'looks for files by DeepSpeed\'s names, which `checkpoint.format` "deepspeed" writes': """
                 test_zero_optimizer::*save_exclude*
             """,
-            "is about what the built-in engine has not: SuperOffload, ZenFlow, layers with LoRA": """
+            "is about what the built-in engine has not: ZenFlow, layers with LoRA": """
                 test_cpu_adam::*zenflow* test_ctx::*
             """,
         },

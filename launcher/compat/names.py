@@ -475,7 +475,7 @@ REFUSED = {
     "runtime.pipe.schedule": 'no schedules in Python: give "schedule" in "pipeline" of the config',
     "runtime.progressive_layer_drop": "no progressive layer drop: drop layers in the model",
     "runtime.quantize": "no quantized training: use torch.ao.quantization",
-    "runtime.superoffload": 'no SuperOffload: set "delayed_update" of "offload_optimizer"',
+    "runtime.superoffload": 'no classes of SuperOffload: set "super_offload" of "offload_optimizer"',
     "runtime.tensor_parallel": _NO_TENSOR,
     "runtime.utils.register_output_backward_hooks": "no hooks on outputs of its own: call tensor.register_hook()",
     "runtime.zero.offload_states": "no functions that move a kind of state: call engine.offload_states()",

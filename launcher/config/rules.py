@@ -172,7 +172,7 @@ def offload_problems(config: Config) -> list[Problem]:
             hint = f'add "nvme_path" to {name}: a folder on the fast disk of each host'
             problems.append((path, f'{name} "nvme" needs a folder', hint))
     kind = config.optimizer.type if config.optimizer is not None else None
-    problems += _delay_problems(zero.offload_optimizer, kind)
+    problems += _beside_problems(zero.offload_optimizer, kind)
     if zero.offload_optimizer.device == "nvme" and kind is not None and kind not in KERNEL_OPTIMIZERS:
         message = f"optimizer type {kind} cannot be updated from disk"
         problems.append((("optimizer", "type"), message, f"use one of {', '.join(KERNEL_OPTIMIZERS)}"))
@@ -190,8 +190,8 @@ def unused_offload(config: Config) -> list[tuple[KeyPath, str]]:
     params = {} if optimizer is None or not isinstance(optimizer.params, dict) else optimizer.params  # may be "auto"
     if params.get("torch_adam") is True and updates_in_parts(config):
         message = (
-            "torch_adam true has no effect: states on disk, and delayed updates, are updated in parts, which the"
-            " engine's kernel does"
+            "torch_adam true has no effect: states on disk, and with delayed_update or super_offload, are updated in"
+            " parts, which the engine's kernel does"
         )
         found.append((("optimizer", "params", "torch_adam"), message))
     return found
@@ -200,24 +200,32 @@ def unused_offload(config: Config) -> list[tuple[KeyPath, str]]:
 def updates_in_parts(config: Config) -> bool:
     """Whether optimizer states are updated as they come from a disk, or beside the next step."""
     section = config.zero_optimization.offload_optimizer
-    return section.device == "nvme" or (section.device == "cpu" and section.delayed_update is True)
+    is_beside = section.delayed_update is True or section.super_offload is True
+    return section.device == "nvme" or (section.device == "cpu" and is_beside)
 
 
-def _delay_problems(section: OffloadOptimizer, kind: str | None) -> list[Problem]:
-    """Return why an update cannot be delayed. kind: the optimizer's type, None where a script brings its own."""
-    if section.delayed_update is not True:
-        return []
-    path: KeyPath = ("zero_optimization", "offload_optimizer", "delayed_update")
+def _beside_problems(section: OffloadOptimizer, kind: str | None) -> list[Problem]:
+    """Return why an update cannot be taken beside forward or backward. kind: as `Config.optimizer.type` has it.
+
+    None where a script brings its own optimizer.
+    """
+    keys = ("delayed_update", "super_offload")
+    asked = [name for name in keys if getattr(section, name) is True]
     problems: list[Problem] = []
-    if section.device not in ("cpu", AUTO):
-        message = f"delayed_update needs the optimizer in host memory, not {shown(section.device)}"
-        problems.append((path, message, 'set "device": "cpu", or remove delayed_update'))
-    if section.ratio not in (1.0, AUTO):
-        message = f"delayed_update needs all of the optimizer in host memory, not {shown(section.ratio)} of it"
-        problems.append((path, message, "remove ratio or delayed_update"))
-    if kind is not None and (kind not in KERNEL_OPTIMIZERS or kind in _COLLECTIVE):
-        possible = ", ".join(name for name in KERNEL_OPTIMIZERS if name not in _COLLECTIVE)
-        problems.append((path, f"delayed_update is not possible with {kind}", f"remove it, or use {possible}"))
+    for name in asked:
+        path: KeyPath = ("zero_optimization", "offload_optimizer", name)
+        if section.device not in ("cpu", AUTO):
+            message = f"{name} needs the optimizer in host memory, not {shown(section.device)}"
+            problems.append((path, message, f'set "device": "cpu", or remove {name}'))
+        if section.ratio not in (1.0, AUTO) and name == "delayed_update":
+            message = f"delayed_update needs all of the optimizer in host memory, not {shown(section.ratio)} of it"
+            problems.append((path, message, "remove ratio or delayed_update"))
+        if kind is not None and (kind not in KERNEL_OPTIMIZERS or kind in _COLLECTIVE):
+            possible = ", ".join(name for name in KERNEL_OPTIMIZERS if name not in _COLLECTIVE)
+            problems.append((path, f"{name} is not possible with {kind}", f"remove it, or use {possible}"))
+    if len(asked) == len(keys):
+        message = "super_offload and delayed_update exclude each other: an update is taken beside one pass"
+        problems.append((path, message, "remove delayed_update, whose weights are one step behind"))
     return problems
 
 

@@ -104,7 +104,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             if unit.swap is None
             for param, shard in zip(unit.members.params, unit.shards, strict=False)  # none are frozen, or all
         }
-        states = LiveStates(shards, flat)
+        states = LiveStates(shards, flat, self._wait_for_update)
         self.state = states  # type: ignore[assignment]  # torch's is a defaultdict, which is a mapping
         self.optimizer = base_optimizer(plan, flat, states, is_offloaded=is_offloaded)
         self._client = plan.client
@@ -304,6 +304,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
     @property
     def fp32_partitioned_groups_flat(self) -> list[Tensor]:
         """The master weights that this rank updates, 1-D, by unit; without memory where they are on disk."""
+        self._wait_for_update()
         return [unit.params.master for unit in self._units if unit.grads is not None]
 
     @property
@@ -343,6 +344,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         torch._foreach_mul_(list(grad_groups_flat), factor / scale)
 
     def _gradients(self) -> Iterator[tuple[ParamShard, Tensor]]:
+        self._wait_for_update()  # a script may write what it gets
         trained = [(unit, unit.grads) for unit in self._units if unit.grads is not None]
         for _, gradients in trained:
             gradients.finish()

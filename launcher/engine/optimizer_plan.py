@@ -73,11 +73,12 @@ def check_offload(plan: OptimizerPlan | None, policy: ZeroPolicy, settings: Conf
     place = policy.offload.optimizer
     if plan is None or place is Place.DEVICE:
         return
-    if policy.offload.is_delayed and (plan.kind is None or plan.kind in COLLECTIVE):
+    if policy.offload.updates_beside and (plan.kind is None or plan.kind in COLLECTIVE):
+        name = "delayed_update" if policy.offload.is_delayed else "super_offload"
         raise EngineError(
-            f"offload_optimizer: delayed_update is not possible with {plan.name}: its steps are not the engine's own,"
-            " or ranks take them together",
-            hint='remove "delayed_update", or use AdamW, Adagrad, Lion or SGD with ordinary options',
+            f"offload_optimizer: {name} is not possible with {plan.name}: its steps are not the engine's own, or ranks"
+            " take them together",
+            hint=f'remove "{name}", or use AdamW, Adagrad, Lion or SGD with ordinary options',
         )
     if plan.kind is not None:
         return
@@ -99,7 +100,7 @@ def flat_optimizer(
     is_split = policy.stage.shards_optimizer and group.process_group is not None
     # Torch's optimizers update everything at once, which from a disk would have to be in memory together, and with the
     # hyper-parameters of the moment, which in a thread would be another.
-    needs_kernel = policy.offload.optimizer is Place.DISK or policy.offload.is_delayed
+    needs_kernel = policy.offload.optimizer is Place.DISK or policy.offload.updates_beside
     last_resort = ReferenceKernel() if needs_kernel else None
     state_dtype = TORCH_DTYPES[policy.precision.state]
     found = {kind: kernel_for(kind) for kind in (group.device.type, "cpu")}

@@ -273,8 +273,17 @@ class DeviceScaled(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class UnitUpdate:
+    """A step of one unit that is counted and not taken yet."""
+
+    written: Sequence[Tensor]  # 1-D each: masters and states, all that `take` writes but for 16-bit copies
+    take: Callable[[], None]  # in any thread
+    uncount: Callable[[], None]  # once `written` has its values of before again
+
+
 class UnitOptimizer(FlatOptimizer):
-    """An optimizer that can also update one unit after another, and later than a step is decided."""
+    """An optimizer that can also update one unit after another, and later or earlier than a step is decided."""
 
     @abstractmethod
     def step_unit(self, unit: int, grad_scale: float, unused: Collection[str] = ()) -> None:
@@ -285,6 +294,13 @@ class UnitOptimizer(FlatOptimizer):
         """Count a step with the hyper-parameters of now; return what takes it, in any thread.
 
         grads: unit index -> 1-D [owned], what is read in place of the shards' own gradients.
+        """
+
+    @abstractmethod
+    def prepare_unit(self, unit: int, grad_scale: float) -> UnitUpdate:
+        """Count a step of one unit with the hyper-parameters of now, of which every parameter has a gradient.
+
+        Not for steps that are collective.
         """
 
     @abstractmethod

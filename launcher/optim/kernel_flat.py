@@ -14,7 +14,7 @@ from torch import Tensor
 
 from launcher.comm.groups import RankGroup
 from launcher.kernels.api import DeviceScale, GradScale, Kernel, Rule, Span
-from launcher.optim.api import ParamShard, UnitOptimizer, is_same_memory
+from launcher.optim.api import ParamShard, UnitOptimizer, UnitUpdate, is_same_memory
 from launcher.optim.classes import Lamb, trust_ratios, with_trust_ratio
 from launcher.optim.muon.matrices import Matrices
 from launcher.optim.muon.muon import MUON_KINDS
@@ -83,13 +83,7 @@ class KernelFlat(UnitOptimizer):
 
     def take_back(self) -> None:
         """Uncount the last step, which the device has skipped: values and states are those from before it."""
-        for shards, names, step in self._counted:
-            for shard in shards if names else ():
-                if step == 1:
-                    for name in (*names, "step"):
-                        shard.state.pop(name, None)
-                else:
-                    shard.state["step"] = step - 1
+        _uncount(self._counted)
         self._counted.clear()
 
     def step_unit(self, unit: int, grad_scale: float, unused: Collection[str] = ()) -> None:
@@ -105,6 +99,14 @@ class KernelFlat(UnitOptimizer):
         check_steps(self.param_groups)
         spans = self._spans(self._of_unit, unused, grads)
         return functools.partial(self._take, list(spans.values()), grad_scale)
+
+    def prepare_unit(self, unit: int, grad_scale: float) -> UnitUpdate:
+        """Count a step of one unit with the hyper-parameters of now. Not for LAMB and Muon. Raises: as `step`."""
+        check_steps(self.param_groups)
+        spans = list(self._spans([unit], ()).values())
+        written = [tensor for span in spans for tensor in (span.master, *span.states)]
+        take = functools.partial(self._take, spans, grad_scale)
+        return UnitUpdate(written, take, functools.partial(_uncount, list(self._counted)))
 
     def _update(self, units: Sequence[int], grad_scale: float, unused: Collection[str]) -> None:
         check_steps(self.param_groups)
@@ -241,6 +243,17 @@ class KernelFlat(UnitOptimizer):
                 shard.state[name] = memory if is_same_memory(memory, value) else memory.copy_(value)
         if shard.state:
             shard.state["step"] = int(state.get("step", 1))  # torch counts no steps where only the first differs
+
+
+def _uncount(counted: Iterable[tuple[Sequence[ParamShard], Sequence[str], int]]) -> None:
+    """Have shards be as before the steps that were counted. counted: shards, the names of states, the step."""
+    for shards, names, step in counted:
+        for shard in shards if names else ():
+            if step == 1:
+                for name in (*names, "step"):
+                    shard.state.pop(name, None)
+            else:
+                shard.state["step"] = step - 1
 
 
 def _by_step(

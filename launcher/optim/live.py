@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -31,12 +31,16 @@ class LiveStates(LiveState, Mapping[nn.Parameter, dict[str, Any]]):
     between steps are left out.
     """
 
-    def __init__(self, shards: Mapping[nn.Parameter, ParamShard], flat: FlatOptimizer) -> None:
-        """shards: those whose states stay in memory."""
+    def __init__(
+        self, shards: Mapping[nn.Parameter, ParamShard], flat: FlatOptimizer, wait_for_update: Callable[[], None]
+    ) -> None:
+        """shards: those whose states stay in memory. wait_for_update: called before they are read."""
         self._shards = shards
         self._flat = flat
+        self._wait_for_update = wait_for_update
 
     def __getitem__(self, param: nn.Parameter) -> dict[str, Any]:
+        self._wait_for_update()
         shard = self._shards[param]
         pieces = self._flat.states_of_unit(shard.unit).get(shard.name, [])
         state: dict[str, Any] = pieces[0]["state"] if pieces else {}
@@ -47,6 +51,7 @@ class LiveStates(LiveState, Mapping[nn.Parameter, dict[str, Any]]):
         }
 
     def __iter__(self) -> Iterator[nn.Parameter]:
+        self._wait_for_update()
         return (param for param, shard in self._shards.items() if shard.state)
 
     def __len__(self) -> int:

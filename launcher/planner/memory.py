@@ -139,9 +139,11 @@ def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMem
     # All ranks together own each element once, also those of experts, which are sharded over fewer ranks each.
     owned = everything.num_trainable / world_size if stage >= 1 else model.num_trainable
     ratio = offload.optimizer_ratio if offloads_optimizer else 0.0
-    is_beside = offload.optimizer is offload.params and not offload.is_delayed
+    is_beside = offload.optimizer is offload.params and not offload.updates_beside
     kept = element.master + element.state * setting.states.average(model)
     away = (kept + _own_param_bytes(element, offload.optimizer, is_beside_param=is_beside)) * owned * ratio
+    if offload.is_early:  # what updates that may be taken back have written, as it was before
+        away += (kept + (0 if element.master else element.param)) * owned * ratio
     here = (kept + _own_param_bytes(element, Place.DEVICE, is_beside_param=is_here)) * owned * (1 - ratio)
     keeps_sum = stage <= 1  # the whole gradient stays on the device until the step
     grads_away = element.grad * owned * ratio * (2 if offload.is_delayed else 1)

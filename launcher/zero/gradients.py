@@ -22,7 +22,7 @@ from launcher.comm import observe
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
-from launcher.comm.streams import Side
+from launcher.comm.streams import Side, StreamEvent
 from launcher.config.policies import DType, ZeroPolicy
 from launcher.sharding.layout import UnitLayout
 from launcher.zero.disk import Swapped
@@ -125,6 +125,7 @@ class UnitGradients:
     ) -> None:
         """placement: where the optimizer updates the unit. label: of the unit, for profilers and the debug log."""
         self._label = label
+        self.place = placement.place
         self._layout = layout
         self._policy = policy
         self._group = group = mesh.shard
@@ -193,6 +194,11 @@ class UnitGradients:
         """Return the memory of sums that lasts from step to step."""
         kept = [self._full, self._sum.grad, self._sum.optimizer_grad]
         return [each for each in kept if each is not None]
+
+    @property
+    def arrival(self) -> StreamEvent:
+        """The point at which `optimizer_grad` has what the last finished reduction has brought."""
+        return self._sum.stored
 
     @property
     def swap(self) -> Swapped | None:

@@ -72,7 +72,7 @@ class OwnedGradient:
         if self.swap is not None:
             self.swap.drop()
         self.holds_sum = False  # of an earlier micro-batch, to which the next one is added
-        self._stored: StreamEvent = PASSED  # the last copy into `optimizer_grad`
+        self.stored: StreamEvent = PASSED  # the last copy into `optimizer_grad`
         self._fetched: Tensor | None = None  # 1-D [owned], what is kept, on the device or being copied there
         self._arrival: StreamEvent = PASSED  # of it
 
@@ -98,7 +98,7 @@ class OwnedGradient:
             self._fetch()
 
     def _fetch(self) -> None:
-        self._stored.wait()
+        self.stored.wait()
         self._fetched = self._group.buffers.borrow(self.grad.numel(), self.grad.dtype)
         self._arrival = self._copier.copy(self._fetched, self.grad)
         if self.swap is not None:
@@ -150,9 +150,9 @@ class OwnedGradient:
     def _offload_grad(self, grad: Tensor) -> None:
         if self.swap is not None:
             self.swap.bring_in(reads=False)
-        self._stored = self._copier.copy(self.optimizer_grad, grad)
+        self.stored = self._copier.copy(self.optimizer_grad, grad)
         if self.swap is not None:
-            self.swap.used_until(self._stored)
+            self.swap.used_until(self.stored)
             self.swap.send_out()
 
     @contextlib.contextmanager

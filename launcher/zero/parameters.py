@@ -581,6 +581,8 @@ class UnitParameters:
         A sharded unit is unsharded in its own type: see `start_block`. keeps_bits: elements that were not written keep
         the master's bits that 16 bits cannot hold.
         """
+        if self.pending is not None:
+            self.pending.wait()
         self.note_versions()
         self._seen = None
         if self.is_sharded:
@@ -615,6 +617,8 @@ class UnitParameters:
 
     def _take_into_master(self, own: Tensor) -> None:
         """Take over what differs from the rounded master. own: 1-D [owned]."""
+        if self.pending is not None:
+            self.pending.wait()
         own = own.to(self.master.device)
         with self.offloaded.on_device(writes=True):
             is_edited = own != self.master.to(own.dtype)

@@ -20,6 +20,7 @@ from launcher.config.policies import Place, ZeroPolicy
 from launcher.kernels.api import DeviceScale
 from launcher.kernels.cpu import part_of_threads
 from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
+from launcher.zero.early_update import EarlyUpdate
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.owned_gradient import sum_of_all_squares
 from launcher.zero.reducer import GradientReducer
@@ -396,7 +397,7 @@ def step_units(
         if facts.num_touched:
             _check_alike(alike, mesh)
         check(trained)
-        outcome = _step_with_host(trained, facts, optimizer, policy, mesh, loss_scale, delayed)
+        outcome = _step_with_host(trained, facts, optimizer, policy, mesh, loss_scale, delayed, reducer.early)
     for unit in watched:
         unit.params.is_touched = False
         unit.params.note_versions()
@@ -449,18 +450,21 @@ def _step_with_host(
     mesh: ParallelMesh,
     loss_scale: float | None,
     delayed: DelayedUpdate | None,
+    early: EarlyUpdate | None,
 ) -> StepOutcome:
     """Take a step that the host decides: it knows the norm first."""
     norm = facts.norm / (loss_scale or 1.0)
     unused = _unused(trained, policy, mesh) if facts.num_unused else []
     if delayed is not None:
         delayed.write_back(is_checked=True)
-    if math.isfinite(norm) or not policy.skips_overflow:
-        scale = grad_scale(norm, policy.max_grad_norm, loss_scale or 1.0)
+    is_skipped = policy.skips_overflow and not math.isfinite(norm)
+    scale = grad_scale(norm, policy.max_grad_norm, loss_scale or 1.0)
+    done = () if early is None else early.finish(scale, is_skipped=is_skipped)
+    if not is_skipped:
         if delayed is not None:
             delayed.begin(frozenset(unused), scale)
         else:
-            _update(trained, optimizer, policy, frozenset(unused), scale)
+            _update(trained, optimizer, policy, frozenset(unused), scale, done)
     return StepOutcome(norm, skips_overflow=policy.skips_overflow, loss_scale=loss_scale)
 
 
@@ -479,15 +483,23 @@ def _unused(trained: list[FlatUnit], policy: ZeroPolicy, mesh: ParallelMesh) -> 
 
 
 def _update(
-    units: list[FlatUnit], optimizer: FlatOptimizer, policy: ZeroPolicy, unused: Collection[str], scale: float
+    units: list[FlatUnit],
+    optimizer: FlatOptimizer,
+    policy: ZeroPolicy,
+    unused: Collection[str],
+    scale: float,
+    done: Collection[int],
 ) -> None:
-    """Update the trained units and write back their parameters, in their order: that of collectives on every rank."""
+    """Update the trained units and write back their parameters, in their order: that of collectives on every rank.
+
+    done: the indices of those that have their update.
+    """
     if policy.offload.optimizer is Place.DEVICE:
         optimizer.step(scale, unused)
     else:
         with _part_of_threads(policy.offload.cores_fraction):
             if isinstance(optimizer, UnitOptimizer):
-                _update_in_turn(units, optimizer, policy, unused, scale)
+                _update_in_turn(units, optimizer, policy, unused, scale, done)
                 return
             optimizer.step(scale, unused)
     for unit in units:
@@ -509,7 +521,12 @@ def _part_of_threads(fraction: float) -> Iterator[None]:
 
 
 def _update_in_turn(
-    units: list[FlatUnit], optimizer: UnitOptimizer, policy: ZeroPolicy, unused: Collection[str], scale: float
+    units: list[FlatUnit],
+    optimizer: UnitOptimizer,
+    policy: ZeroPolicy,
+    unused: Collection[str],
+    scale: float,
+    done: Collection[int],
 ) -> None:
     """Update one unit after another, in memory for that long; writing back overlaps with the update of the next."""
     swaps = [unit.swap for unit in units]
@@ -520,7 +537,8 @@ def _update_in_turn(
             next_swap = next((later for later in swaps[index + 1 :] if later is not None), None)
             if policy.offload.reads_ahead and next_swap is not None:
                 next_swap.start_reading()
-        optimizer.step_unit(unit.index, scale, unused)
+        if unit.index not in done:
+            optimizer.step_unit(unit.index, scale, unused)
         _write_back(unit, optimizer, policy, unused)
         if swap is not None:
             swap.send_out(unit.state_tensors(), after=unit.group.copier.so_far())

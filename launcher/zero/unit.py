@@ -79,7 +79,7 @@ class FlatUnit:
         self.complete_sums: Callable[[], None] = lambda: None  # of the gradients of all units; collective
         if layout.is_trainable:
             placement = placements.of_optimizer(layout.numel)
-            master = self.params.keep_master(policy.precision, placement, is_apart=policy.offload.is_delayed)
+            master = self.params.keep_master(policy.precision, placement, is_apart=policy.offload.updates_beside)
             self.grads = UnitGradients(
                 members.params, layout, policy, mesh, owned, placement=placement, label=self.label
             )
@@ -192,6 +192,8 @@ class FlatUnit:
     @contextlib.contextmanager
     def in_memory(self, *, writes: bool = True) -> Iterator[None]:
         """Have in memory what the optimizer works on: master, states, gradient. writes: they are changed."""
+        if self.params.pending is not None:
+            self.params.pending.wait()
         if self.swap is None:
             with self.params.offloaded.on_device(writes=writes):
                 yield

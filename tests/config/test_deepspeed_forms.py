@@ -32,7 +32,14 @@ def test_parameters_stay_on_the_device_below_stage_3(stage: int, place: dict[str
     assert zero_policy(loaded.config, 2).max_unit_numel == zero_policy(plain, 2).max_unit_numel
 
 
-@pytest.mark.parametrize("more", [{"device": "nvme", "nvme_path": "/nvme"}, {"device": "cpu", "delayed_update": True}])
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"device": "nvme", "nvme_path": "/nvme"},
+        {"device": "cpu", "delayed_update": True},
+        {"device": "cpu", "super_offload": True},
+    ],
+)
 def test_torchs_adam_gives_way_where_states_are_updated_in_parts(more: dict[str, Any]) -> None:
     adam = {"type": "AdamW", "params": {"torch_adam": True}}
     (sentence,) = said(load_config({"zero_optimization": {"stage": 3, "offload_optimizer": more}, "optimizer": adam}))

@@ -1,0 +1,129 @@
+"""Whether `super_offload` hides the update: steps beside a device that is a double, which sleeps in place of computing.
+
+    launch --num_gpus 1 benchmarks/early_update.py [--rounds 20] [--layers 24] [--width 1024] [--output FILE]
+
+A device computes while the host's cores are free. Here each layer sleeps that long, forward and backward, on a machine
+without one. In turns: steps that wait for the norm, steps of `super_offload`, and passes without a step; the update is
+what a step that waits takes beyond such a pass.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+from common import Goal, Section, argument_parser, goals_table, measure_in_turns, median, rounds_text, spread, table
+from torch import Tensor, nn
+
+import launcher
+
+WAITS, EARLY, PASS = "waits for the norm", "super_offload", "forward and backward alone"
+LIMIT = 1.10
+
+
+class _Sleep(torch.autograd.Function):
+    """A layer's work on a device: twice as long in backward as in forward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, seconds: float) -> Tensor:
+        ctx.seconds = seconds
+        time.sleep(seconds)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        time.sleep(2 * ctx.seconds)
+        return grads[0], None
+
+
+class Model(nn.Module):
+    """Layers that sleep."""
+
+    def __init__(self, num_layers: int, width: int, seconds: float) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width, bias=False) for _ in range(num_layers))
+        self.seconds = seconds
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(_Sleep.apply(x, self.seconds))
+        return x.square().mean()
+
+
+class Loop:
+    """An engine and its steps."""
+
+    def __init__(self, num_layers: int, width: int, seconds: float, *, is_early: bool) -> None:
+        torch.manual_seed(0)
+        offload = {"device": "cpu", "super_offload": is_early}
+        config = {
+            "train_micro_batch_size_per_gpu": 1,
+            "gradient_clipping": 0.0,
+            "steps_per_print": 0,
+            "zero_optimization": {"stage": 2, "reduce_bucket_size": width * width, "offload_optimizer": offload},
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        }
+        self.engine = launcher.initialize(model=Model(num_layers, width, seconds), config=config)[0]
+        self._x = torch.randn(1, width)
+
+    def timed(self, *, steps: bool) -> float:
+        """Return the seconds of one pass, with its step or without."""
+        begun_s = time.perf_counter()
+        self.engine.backward(self.engine(self._x))
+        if steps:
+            self.engine.step()
+        else:
+            self.engine.zero_grad()
+        return time.perf_counter() - begun_s
+
+
+def main() -> None:
+    """Measure and write."""
+    parser = argument_parser(__doc__ or "", rounds=20)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--milliseconds", type=float, default=4.0, help="of a layer's forward (default 4)")
+    arguments = parser.parse_args()
+    section = Section("Updates beside backward", "torch")
+    sizes = arguments.layers, arguments.width, arguments.milliseconds / 1e3
+    waiting, early = Loop(*sizes, is_early=False), Loop(*sizes, is_early=True)
+    samples = measure_in_turns(
+        {
+            WAITS: lambda: waiting.timed(steps=True),
+            EARLY: lambda: early.timed(steps=True),
+            PASS: lambda: waiting.timed(steps=False),
+        },
+        arguments.rounds,
+    )
+    compute_s, update_s = median(samples[PASS]), median(samples[WAITS]) - median(samples[PASS])
+    least_s = max(compute_s, update_s)
+    ratio = median(samples[EARLY]) / least_s
+    numel = arguments.layers * arguments.width**2
+    text = (
+        f"{numel / 1e6:.0f} M parameters in {arguments.layers} units. The update takes {update_s * 1e3:.0f} ms.\n\n"
+        + table(
+            ["steps", "median", "quartiles"],
+            [
+                [name, f"{median(times) * 1e3:.0f} ms", f"{spread([1e3 * each for each in times])} ms"]
+                for name, times in samples.items()
+            ],
+        )
+        + "\n\n"
+        + goals_table(
+            [
+                Goal(
+                    "step, over the longer one of compute and update",
+                    f"≤ {LIMIT:.2f}",
+                    f"{ratio:.2f}",
+                    ratio <= LIMIT,
+                    f"a step that waits takes {median(samples[WAITS]) / least_s:.2f}",
+                )
+            ]
+        )
+    )
+    section.write(rounds_text(arguments.rounds, "steps in turns"), text, arguments.output)
+
+
+if __name__ == "__main__":
+    main()
