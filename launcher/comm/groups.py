@@ -174,6 +174,7 @@ def _start(
             world_size=world_size,
             # NCCL connects at once then, and never has to guess which GPU a rank has.
             device_id=device if own in backend and device.type != "cpu" else None,
+            pg_options=_nccl_options(own if own in backend else backend, timeout),
         )
     except dist.DistNetworkError as error:
         if "EADDRINUSE" not in str(error):
@@ -272,13 +273,10 @@ def group_of_flags() -> dist.ProcessGroup | None:
 def _further_group(
     world: dist.ProcessGroup, device: torch.device, purpose: str, backend: str | None = None
 ) -> dist.ProcessGroup:
-    """Return a process group of all ranks for one purpose, the same one as long as the default group lasts.
-
-    backend: "gloo" for host memory; None: that of the default group.
-    """
+    """Return a process group of all ranks for one purpose, the same one as long as the default group lasts."""
     if purpose not in _further_groups or _further_groups[purpose][0] is not world:
         agree_on_group(purpose)
-        group = dist.new_group(timeout=timeout_of(world, device), backend=backend, group_desc=purpose)
+        group = dist.new_group(**further_options(world, device, backend), group_desc=purpose)
         _further_groups[purpose] = (world, group)
     return _further_groups[purpose][1]
 
@@ -286,6 +284,29 @@ def _further_group(
 def timeout_of(world: dist.ProcessGroup, device: torch.device) -> datetime.timedelta | None:
     """Return the timeout of a process group, which a further one would not take over; None: the backend's own."""
     return getattr(world._get_backend(device).options, "_timeout", None)
+
+
+def further_options(world: dist.ProcessGroup, device: torch.device, backend: str | None) -> dict[str, Any]:
+    """Return with what torch makes a process group beside the default one.
+
+    backend: "gloo" for host memory; None: that of the default group.
+    """
+    timeout = timeout_of(world, device)
+    options = _nccl_options(backend or backend_name(world, device), timeout)
+    return {"timeout": timeout, "backend": backend, "pg_options": options}
+
+
+def _nccl_options(backend: str | None, timeout: datetime.timedelta | None) -> Any:
+    """Return options by which NCCL's kernels go ahead of the computing's; None for another backend.
+
+    For one call: torch writes into them which group they are of. timeout: of the group. See [Note: side streams].
+    """
+    if backend != "nccl" or not dist.is_nccl_available():
+        return None
+    options = dist.ProcessGroupNCCL.Options(is_high_priority_stream=True)
+    if timeout is not None:
+        options._timeout = timeout  # torch warns where it is another than the group's
+    return options
 
 
 # [Note: groups cannot cross] Torch names a process group by a counter of each process, makes it without a barrier, and

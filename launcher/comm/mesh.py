@@ -1,4 +1,4 @@
-"""Which ranks do what together: the roles of the ranks' groups, over torch's DeviceMesh.
+"""Which ranks do what together: the roles of the ranks' groups.
 
 Zhang et al., "MiCS: Near-linear Scaling for Training Gigantic Model on Public Cloud",
 https://arxiv.org/abs/2205.00119: parameters, gradients and states are sharded over a few ranks, and replicated.
@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch.distributed as dist
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from launcher.base.errors import EngineError
 from launcher.comm.device import local_device
@@ -30,8 +29,8 @@ from launcher.comm.groups import (
     RankGroup,
     agree_on_group,
     forget_process_groups,
+    further_options,
     has_own_reduce_group,
-    timeout_of,
     with_reduce_group,
 )
 from launcher.comm.hosts import node_names
@@ -163,17 +162,20 @@ def _mesh(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size:
 
 
 def _data_parallel(world: RankGroup, sizes: MeshSizes, shard_size: int | None, node_size: int | None) -> ParallelMesh:
-    assert world.process_group is not None
     data = with_reduce_group(world)
+    ranks = range(data.world_size)
     shard, replicate = data, None
     if shard_size is not None and shard_size < data.world_size:
-        rows, second = _rows(world.process_group, data.device.type, shard_size)
-        shard = data.subset(rows.get_group("within"), second)
-        replicate = data.subset(rows.get_group("across"))
+        shard = _group_of(world, _rows(ranks, shard_size), "rows", has_reduce_group=True)
+        replicate = _group_of(world, [list(ranks[first::shard_size]) for first in range(shard_size)], "columns")
     node = None
     if node_size is not None and 1 < node_size < data.world_size:
-        node = data.subset(_rows(world.process_group, data.device.type, node_size)[0].get_group("within"))
+        node = _group_of(world, _rows(ranks, node_size), "rows")
     return ParallelMesh(world, data, shard, replicate, node, sizes=sizes)
+
+
+def _rows(ranks: range, row_size: int) -> list[list[int]]:
+    return [list(ranks[first : first + row_size]) for first in range(0, len(ranks), row_size)]
 
 
 def expert_group(world: RankGroup, sizes: MeshSizes) -> RankGroup:
@@ -239,43 +241,25 @@ def _links(world: RankGroup, sizes: MeshSizes, pipeline: RankGroup) -> tuple[Ran
 
 
 # By the default group, the ranks of all subgroups, and what these are for. Process groups cannot be freed one by one.
-_subgroups: dict[tuple[dist.ProcessGroup | None, tuple[tuple[int, ...], ...], str], dist.ProcessGroup] = {}
+_subgroups: dict[tuple[dist.ProcessGroup, tuple[tuple[int, ...], ...], str], dist.ProcessGroup] = {}
 
 
 def subgroup(ranks: list[list[int]], purpose: str, backend: str | None = None) -> dist.ProcessGroup:
     """Return the process group of this rank among groups of so many ranks, the same one when asked again."""
     world = dist.group.WORLD
+    assert world is not None
     key = world, tuple(map(tuple, ranks)), purpose
     if key not in _subgroups:
         agree_on_group(purpose, ranks)
-        timeout = None if world is None else timeout_of(world, local_device())
-        process_group, _ = dist.new_subgroups_by_enumeration(
-            ranks, timeout=timeout, backend=backend, group_desc=purpose
-        )
+        options = further_options(world, local_device(), backend)
+        process_group, _ = dist.new_subgroups_by_enumeration(ranks, **options, group_desc=purpose)
         assert process_group is not None, "every rank is in one of the groups"
         _subgroups[key] = process_group
     return _subgroups[key]
 
 
-@functools.cache
-def _rows(world: dist.ProcessGroup, device_type: str, row_size: int) -> tuple[DeviceMesh, dist.ProcessGroup | None]:
-    """Return all ranks as rows of neighbours, and the process group for reductions of this rank's row, if it has one.
-
-    Once a process: process groups cannot be freed one by one.
-    """
-    rows = [list(range(first, first + row_size)) for first in range(0, world.size(), row_size)]
-    agree_on_group("rows", rows)
-    mesh = init_device_mesh(device_type, (len(rows), row_size), mesh_dim_names=("across", "within"))
-    second = None
-    if has_own_reduce_group(local_device()):
-        agree_on_group("reductions of rows", rows)
-        second, _ = dist.new_subgroups(row_size, group_desc="reductions of rows")
-    return mesh, second
-
-
 def forget_meshes() -> None:
     """Drop the meshes of this process, at its end."""
-    _rows.cache_clear()
     _subgroups.clear()
     _current.clear()
 

@@ -7,6 +7,10 @@ other. A collective of NCCL runs on a stream of NCCL's own, which waits for the 
 collective is started; `wait()` makes the stream that is current then wait for it. So a collective that is started
 within `on(side)` waits for that side alone, not for the computing.
 
+Computing fills a GPU for milliseconds at a time. What takes a small part of the device, and what other ranks or the
+computing itself wait for, goes ahead of it: the sides of gathers and reductions, and NCCL's own streams
+(`further_options` of `comm.groups`), have high priority. It says which thread blocks start next, and stops none.
+
 The host waits for nothing here except in `synchronize`, of streams or of an event. On a CPU there is one order, that of
 the calls: all of this does nothing then.
 """
@@ -29,6 +33,9 @@ class Side(Enum):
     REDUCE = auto()  # starts reductions of gradients, and works on what they leave: sums, norms, conversions
     TO_DEVICE = auto()  # copies from host memory; a bus carries both directions at once
     TO_HOST = auto()  # copies to host memory
+
+
+_PRIORITY = {Side.GATHER: -1, Side.REDUCE: -1}  # below 0 is high; a copy needs no thread block
 
 
 class StreamEvent:
@@ -101,7 +108,7 @@ class DeviceStreams(Streams):
         """device: any for which torch has streams."""
         self._device = device
         self._module = torch.get_device_module(device)
-        self._sides = {side: self._module.Stream(device) for side in Side}
+        self._sides = {side: self._module.Stream(device, priority=_PRIORITY.get(side, 0)) for side in Side}
 
     @contextlib.contextmanager
     def on(self, side: Side) -> Iterator[None]:

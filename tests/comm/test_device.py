@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,7 +22,8 @@ from launcher.activation.rng import CudaRNGStatesTracker
 from launcher.base.errors import EngineError
 from launcher.comm.communicator import GlooCommunicator, NcclCommunicator, SingleProcess, communicator_for
 from launcher.comm.device import DeviceRuntime, HostDeviceCopier, local_device, offset_seed
-from launcher.comm.groups import init_distributed, world_group
+from launcher.comm.groups import DEFAULT_TIMEOUT, init_distributed, world_group
+from launcher.comm.streams import Side, streams_of
 from launcher.monitor.meters import MemoryUse, PhaseTimer, memory_use
 
 CPU = torch.device("cpu")
@@ -48,6 +51,28 @@ class Gpus:
 @pytest.fixture
 def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
     return Gpus(monkeypatch)
+
+
+@dataclass
+class NcclOptions:
+    """NCCL's, as far as they are set."""
+
+    is_high_priority_stream: bool = False
+    _timeout: timedelta = timedelta(minutes=10)
+
+
+@pytest.fixture
+def nccl(monkeypatch: pytest.MonkeyPatch) -> list[NcclOptions]:
+    """Have torch know NCCL; return the options that are made."""
+    made: list[NcclOptions] = []
+
+    def options(is_high_priority_stream: bool) -> NcclOptions:
+        made.append(NcclOptions(is_high_priority_stream))
+        return made[-1]
+
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: True)
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+    return made
 
 
 def group_of(monkeypatch: pytest.MonkeyPatch, **backends: str) -> None:
@@ -156,6 +181,23 @@ def test_nccl_learns_the_gpu_of_its_rank(gpus: Gpus) -> None:
     own = torch.device("cuda", 1)
     assert (gpus.started[0][""], gpus.started[0]["device_id"]) == ("nccl", own)
     assert set(gpus.current) == {own}
+
+
+def test_nccls_own_streams_go_ahead_of_the_computing(gpus: Gpus, nccl: list[NcclOptions]) -> None:
+    gpus.be(num_visible=2, local_rank=1)
+    init_distributed()
+    init_distributed("cpu:gloo,cuda:nccl", timeout=timedelta(minutes=5))
+    init_distributed("gloo")
+    assert [started["pg_options"] for started in gpus.started] == [*nccl, None]
+    assert nccl == [NcclOptions(True, DEFAULT_TIMEOUT), NcclOptions(True, timedelta(minutes=5))]
+
+
+def test_gathers_and_reductions_go_ahead_of_the_computing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = mock.Mock()
+    monkeypatch.setattr(torch, "get_device_module", lambda _: made)
+    streams_of(torch.device("cuda", 0))
+    priorities = dict(zip(Side, (call.kwargs["priority"] for call in made.Stream.call_args_list), strict=True))
+    assert priorities == {Side.GATHER: -1, Side.REDUCE: -1, Side.TO_DEVICE: 0, Side.TO_HOST: 0}
 
 
 def test_the_gpu_is_made_current_when_the_group_is_somebody_elses(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -117,6 +120,45 @@ def _reductions(rank: int, world_size: int) -> list[bool]:
 
 def test_reductions_share_a_communicator_on_nccl_alone() -> None:
     assert run_on_ranks(4, _reductions) == [[True, False, True, False]] * 4
+
+
+def _options_by_purpose(rank: int, world_size: int) -> dict[str, Any]:
+    """Return what options torch gets for each process group, where the default one is NCCL's."""
+    made: dict[str, Any] = {}
+    new_group = dist.new_group
+
+    def noted(*args: Any, **given: Any) -> Any:
+        options = given["pg_options"]
+        made[given["group_desc"]] = options and (options.is_high_priority_stream, options._timeout == given["timeout"])
+        return new_group(*args, **{**given, "pg_options": None})
+
+    def options(is_high_priority_stream: bool) -> SimpleNamespace:
+        return SimpleNamespace(is_high_priority_stream=is_high_priority_stream, _timeout=None)
+
+    with contextlib.ExitStack() as stack, pytest.MonkeyPatch.context() as patch:
+        stack.enter_context(runs_behind_host())
+        stack.enter_context(mock.patch.dict("launcher.comm.groups._further_groups", clear=True))
+        stack.enter_context(mock.patch.dict("launcher.comm.mesh._subgroups", clear=True))
+        patch.setenv("LAUNCH_REDUCE_GROUP", "own")
+        patch.setattr("launcher.comm.groups.backend_name", lambda *_: "nccl")
+        patch.setattr(dist, "is_nccl_available", lambda: True)
+        patch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=options), raising=False)
+        patch.setattr("torch.distributed.distributed_c10d.new_group", noted)
+        patch.setattr(dist, "new_group", noted)
+        patch.setenv("LOCAL_WORLD_SIZE", "2")
+        patch.setenv("LOCAL_RANK", str(rank % 2))
+        build_mesh(world_group(), MeshSizes(4), shard_size=2)
+        build_mesh(world_group(), MeshSizes(4, expert=2))
+        build_mesh(world_group(), MeshSizes(2, tensor=2))
+    return made
+
+
+def test_nccls_kernels_go_ahead_of_the_computing_in_every_group() -> None:
+    device = ("rows", "columns", "replicas", "expert", "data", "tensor")
+    reductions = ("reductions", "reductions of rows", "reductions of replicas", "reductions of data")
+    hosts = ("hosts", "hosts of replicas", "hosts of expert", "hosts of data", "hosts of tensor")
+    expected = dict.fromkeys(device + reductions, (True, True)) | dict.fromkeys(hosts)
+    assert run_on_ranks(4, _options_by_purpose) == [expected] * 4
 
 
 def test_another_word_for_it_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
