@@ -113,7 +113,6 @@ def flat_optimizer(
         state_dtype,
         (lambda sums: group.communicator.sum_scalars(sums.to(group.device))) if is_split else None,
         group,
-        needs_kernel,
     )
     optimizer = plan.build(shards, backend)
     optimizer.steps_behind_host = _steps_behind_host(optimizer, policy, mesh)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -34,9 +34,6 @@ from launcher.optim.rules import torch_can, why_no_rule
 from launcher.optim.staged import StagedFlat
 
 SUPPORTED_TYPES = tuple(BY_NAME)
-# Kinds of device on which torch's fused kernel is taken where ours saves no pass over memory, and for which classes.
-_TORCH_FIRST = ("cuda",)
-_FUSED_FIRST = (torch.optim.Adam, torch.optim.AdamW)
 
 
 @dataclass(frozen=True)
@@ -57,7 +54,6 @@ class OptimizerBackend:
     # Sums fp64 [n, 2] over the ranks that each own a part of every parameter; None: each rank owns them whole.
     sum_over_ranks: Callable[[Tensor], Tensor] | None = None
     ranks: RankGroup | None = None  # None: this process alone
-    needs_kernel: bool = False  # steps are taken unit by unit, or in a thread
 
 
 @dataclass(frozen=True)
@@ -87,8 +83,7 @@ def build_of_kind(
     if kind is not None:
         devices = {shard.master.device.type for shard in shards}
         kernels = {device: backend.kernels.get(device, ReferenceKernel()) for device in devices}
-        torch_serves = not devices <= set(backend.kernels) or _is_torch_as_good(kind, shards, backend)
-        if not torch_serves or not torch_can(kind, param_groups):
+        if devices <= set(backend.kernels) or not torch_can(kind, param_groups):
             choice = KernelSet(kernels, backend.state_dtype, backend.sum_over_ranks, backend.ranks)
             return KernelFlat(kind, shards, param_groups, choice)
 
@@ -99,23 +94,6 @@ def build_of_kind(
     if in_fp32 or backend.state_dtype != torch.float32:
         return build(shards)
     return StagedFlat(shards, backend.buffers, build)
-
-
-def _is_torch_as_good(
-    kind: type[torch.optim.Optimizer], shards: Sequence[ParamShard], backend: OptimizerBackend
-) -> bool:
-    """Whether torch's fused kernel reads and writes each number as often as ours: all that there is is in fp32.
-
-    Ours reads 16-bit gradients, and writes the 16-bit parameters that forward reads, in the pass of the update.
-    """
-    if kind not in _FUSED_FIRST or backend.needs_kernel or backend.state_dtype != torch.float32:
-        return False
-    return all(
-        shard.master.device.type in _TORCH_FIRST
-        and shard.param is None
-        and shard.master.dtype == shard.grad.dtype == torch.float32
-        for shard in shards
-    )
 
 
 def as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
