@@ -49,7 +49,9 @@ class PipelineEngine(DeepSpeedEngine):
         self._pipeline = group
         self._staged = model
         self._plan = plan
-        verbs = EngineVerbs(self._forward_context, self._backward_context, self._scaled, self._take_left)
+        verbs = EngineVerbs(
+            self._forward_context, self._backward_context, self._scaled, self._take_left, self._last_step.report
+        )
         links = StageTransfers(group, plan.rank_of, parts.mesh.links)  # before any transfer: see there
         self._runtime = PipelineRuntime(model, links, plan.rank_of, verbs)
         self._tied = TiedParameters(model, parts.sharded.units, group, plan.rank_of)
@@ -182,7 +184,6 @@ class PipelineEngine(DeepSpeedEngine):
         self._trained()
         self._begin()
         update_progress(phase=TRAINING)
-        self._last_step.report()
         self.module.train()
         count = self.gradient_accumulation_steps()
         self._watch.throughput.start()
@@ -190,6 +191,7 @@ class PipelineEngine(DeepSpeedEngine):
         self._layer_ranks.check_inputs(micro_batches)
         self._runtime.run(self._actions_for(count, trains=True), micro_batches, count, wants_loss=True)
         self._tied.add_gradients()
+        # At each step, whether it is printed or not: as with DeepSpeed every rank gets it, and any may read it alone.
         loss = self._mean_loss(self._runtime.losses)
         self._runtime.stopwatch.end()
         self._losses = [loss]

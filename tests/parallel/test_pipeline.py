@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -24,6 +25,9 @@ from launcher.base.errors import CheckpointError, EngineError
 from launcher.base.timeouts import Timeouts
 from launcher.checkpoint import exchange
 from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from launcher.engine.backward import BackwardPass
+from launcher.engine.last_step import LastStep
+from launcher.parallel.pipeline.runtime import PipelineRuntime
 
 MICRO, BATCH = 4, 8  # micro-batches of one pipeline, samples of all
 SAVED, CONTINUED = 2, 2  # steps before and after a checkpoint; a state that is not the saved one shows in the second
@@ -429,6 +433,38 @@ def test_other_samples_end_the_first_step() -> None:
     (said, loss), other = run_on_ranks(2, _given_other_samples)
     assert (said, loss) == other
     assert "stages of a pipeline got different micro-batches: its rank 1 others than rank 0" in said
+
+
+def _events(rank: int, world_size: int, name: str) -> list[str]:
+    """Return, of the second step, what this rank does first: forwards, backwards, and asking for the norm before."""
+    events: list[str] = []
+
+    def noted(owner: type, method: str) -> Any:
+        original = getattr(owner, method)
+
+        def note(*args: Any, **named: Any) -> Any:
+            events.append(method)
+            return original(*args, **named)
+
+        return mock.patch.object(owner, method, note)
+
+    with noted(LastStep, "report"), noted(PipelineRuntime, "_forward"), noted(BackwardPass, "_begin"):
+        engine = launcher.initialize(model=make_decoder(), config=config_of(SCHEDULES[name], world_size))[0]
+        train(engine, 1)
+        events.clear()
+        train(engine, 1)
+    engine.destroy()
+    return events
+
+
+@pytest.mark.parametrize("name", ["1f1b", "zero bubble, V"])
+def test_the_norm_of_the_last_step_is_asked_for_behind_forwards(name: str) -> None:
+    """On a GPU the host waits for it: the device has the update and these forwards to work on meanwhile."""
+    for events in run_on_ranks(2, _events, name):
+        first = events.index("report")
+        assert "_forward" in events[:first]
+        assert "_begin" not in events[:first]
+        assert events[first + 1] == "_begin"
 
 
 def _overflowed(rank: int, world_size: int) -> tuple[list[float], int, float]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+
 import pytest
 
 from launcher.base.errors import ConfigError
@@ -21,6 +23,7 @@ PLANS = [
     )
     for p, m in ((2, 4), (4, 8), (4, 12), (4, 10))
 ]
+_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
 _DURATION = {Kind.FORWARD: 1, Kind.BACKWARD: 2, Kind.BACKWARD_INPUT: 1, Kind.BACKWARD_WEIGHT: 1}
 
 
@@ -89,6 +92,19 @@ def test_transfers_of_two_ranks_have_one_order_on_both(plan: PipelinePlan) -> No
                 source = stage - (1 if kind is Kind.RECEIVE_FORWARD else -1)
                 received.setdefault((plan.rank_of(source), rank), []).append((stage, batch))
     assert sent == received
+
+
+@pytest.mark.parametrize("plan", [*PLANS, PipelinePlan(4, 1, "1f1b", 2)], ids=str)
+def test_what_ranks_receive_before_their_first_backward_others_send_before_theirs(plan: PipelinePlan) -> None:
+    """There all ranks may raise: no host may wait for a micro-batch that another one does not send any more."""
+    sent, received = set(), set()
+    for actions in _order(plan).values():
+        for kind, stage, batch in itertools.takewhile(lambda each: each.kind not in _BACKWARDS, actions):
+            if kind is Kind.SEND_FORWARD:
+                sent.add((stage + 1, batch))
+            elif kind is Kind.RECEIVE_FORWARD:
+                received.add((stage, batch))
+    assert received <= sent
 
 
 def test_evaluation_runs_every_forward_once() -> None:

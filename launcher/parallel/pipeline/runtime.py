@@ -44,6 +44,9 @@ class Kind(Enum):
     RECEIVE_BACKWARD = "RECV_B"
 
 
+_BACKWARDS = (Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEIGHT)
+
+
 class Action(NamedTuple):
     """One action of one rank."""
 
@@ -229,6 +232,7 @@ class EngineVerbs:
     backward: Callable[[bool], contextlib.AbstractContextManager[Any]]  # around a backward; is it the last of the step?
     scaled: Callable[[Tensor], Tensor]  # the loss that goes back, of that of one micro-batch
     take_gradients: Callable[[], None]  # take over gradients that no hook of autograd has seen
+    before_backward: Callable[[], None]  # before the first backward of a step; it may raise, on every rank
 
 
 @dataclass
@@ -276,8 +280,12 @@ class PipelineRuntime:
         if torch.is_grad_enabled():
             self.stopwatch.begin()
         num_backwards = sum(action.kind in (Kind.BACKWARD, Kind.BACKWARD_WEIGHT) for action in actions)
+        first_backward = next((action for action in actions if action.kind in _BACKWARDS), None)
         for action in actions:
             place = action.stage, action.micro_batch
+            if action is first_backward:
+                # Where it raises on all ranks none waits: each has sent by then what others receive up to here.
+                self._verbs.before_backward()
             if action.kind is Kind.FORWARD:
                 self._forward(*place, wants_loss=wants_loss)
             elif action.kind is Kind.BACKWARD:
