@@ -60,6 +60,10 @@ class Communicator(abc.ABC):
         begun_s = self._begin("reduce_scatter")
         return self._begun("reduce_scatter", [flat], begun_s, self._reduce_scatter(flat, output, scale))
 
+    @abc.abstractmethod
+    def sum_dtype(self, dtype: torch.dtype, scale: float) -> torch.dtype:
+        """Return the type that holds all that a sum of tensors of `dtype`, times `scale`, has of `reduce_scatter`."""
+
     def all_gather(self, flat: Tensor, own: Tensor | None = None) -> Pending:
         """Start filling `flat` with every rank's chunk.
 
@@ -227,6 +231,9 @@ class Communicator(abc.ABC):
 class SingleProcess(Communicator):
     """The collectives of a single process: copies."""
 
+    def sum_dtype(self, dtype: torch.dtype, scale: float) -> torch.dtype:
+        return dtype if scale == 1.0 else _sum_dtype(dtype)
+
     def _reduce_scatter(self, flat: Tensor, output: Tensor, scale: float) -> Pending:
         _copy_unless_same(output, flat)
         return Pending([], lambda: _scale_in_place(output, scale))
@@ -253,6 +260,9 @@ class GlooCommunicator(Communicator):
     """Between CPUs."""
 
     process_group: dist.ProcessGroup
+
+    def sum_dtype(self, dtype: torch.dtype, scale: float) -> torch.dtype:
+        return _sum_dtype(dtype)
 
     def _reduce_scatter(self, flat: Tensor, output: Tensor, scale: float) -> Pending:
         """16-bit gradients are sent as they are and summed without loss."""
@@ -336,6 +346,9 @@ class NcclCommunicator(Communicator):
     Rings, trees and reductions within the switches are NCCL's to choose. So are the order of sums, which is not that of
     the ranks, and thereby their last bits; they are taken in the type that travels.
     """
+
+    def sum_dtype(self, dtype: torch.dtype, scale: float) -> torch.dtype:
+        return dtype if self._operation(scale)[1] == 1.0 else _sum_dtype(dtype)
 
     def _reduce_scatter(self, flat: Tensor, output: Tensor, scale: float) -> Pending:
         observe.note_sent(flat.nbytes // self.world_size * (self.world_size - 1))

@@ -276,7 +276,7 @@ def _shard(
     optimizer = flat_optimizer(plan, shards, policy, mesh)
     if isinstance(optimizer, UnitOptimizer):
         for unit in units:
-            unit.reserve_states(optimizer)
+            unit.prepare_for(optimizer)
     if isinstance(optimizer, OneBitFlat):
         one_bit = optimizer
         reducer.skips_reduction = lambda: one_bit.skips_reduction

@@ -352,5 +352,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         for unit, gradients in trained:
             with_padding = unit.is_sharded and unit.layout.is_one_even_param  # as `ds_tensor` has
+            is_in_memory = gradients.swap is None
+            owned_grad = gradients.widened_grad() if is_in_memory else gradients.owned_grad  # scripts may write it
             for shard in unit.shards:
-                yield shard, gradients.owned_grad if with_padding else gradients.owned_grad[shard.place]
+                yield shard, owned_grad if with_padding else owned_grad[shard.place]

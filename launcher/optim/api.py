@@ -286,21 +286,24 @@ class UnitOptimizer(FlatOptimizer):
     """An optimizer that can also update one unit after another, and later or earlier than a step is decided."""
 
     @abstractmethod
-    def step_unit(self, unit: int, grad_scale: float, unused: Collection[str] = ()) -> None:
-        """Update the shards of one unit as `step` does. Every rank must call it, in the same order of units."""
+    def step_unit(self, unit: int, grad: Tensor, grad_scale: float, unused: Collection[str] = ()) -> None:
+        """Update the shards of one unit as `step` does. Every rank must call it, in the same order of units.
+
+        grad: 1-D [owned], perhaps in 16 bits, what is read in place of the shards' own gradients.
+        """
 
     @abstractmethod
     def prepare(self, grad_scale: float, unused: Collection[str], grads: Mapping[int, Tensor]) -> Callable[[], None]:
         """Count a step with the hyper-parameters of now; return what takes it, in any thread.
 
-        grads: unit index -> 1-D [owned], what is read in place of the shards' own gradients.
+        grads: unit index -> what `step_unit` reads.
         """
 
     @abstractmethod
-    def prepare_unit(self, unit: int, grad_scale: float) -> UnitUpdate:
+    def prepare_unit(self, unit: int, grad: Tensor, grad_scale: float) -> UnitUpdate:
         """Count a step of one unit with the hyper-parameters of now, of which every parameter has a gradient.
 
-        Not for steps that are collective.
+        grad: as `step_unit` has it. Not for steps that are collective.
         """
 
     @abstractmethod

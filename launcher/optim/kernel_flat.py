@@ -86,31 +86,40 @@ class KernelFlat(UnitOptimizer):
         _uncount(self._counted)
         self._counted.clear()
 
-    def step_unit(self, unit: int, grad_scale: float, unused: Collection[str] = ()) -> None:
-        """Update the shards of one unit. Collective for LAMB and Muon: same units, same order. Raises: as `step`."""
-        self._update([unit], grad_scale, unused)
+    def step_unit(self, unit: int, grad: Tensor, grad_scale: float, unused: Collection[str] = ()) -> None:
+        """Update the shards of one unit. Collective for LAMB and Muon: same units, same order. Raises: as `step`.
+
+        grad: 1-D [owned], fp32, bf16 or fp16.
+        """
+        self._update([unit], grad_scale, unused, {unit: grad})
 
     def prepare(self, grad_scale: float, unused: Collection[str], grads: Mapping[int, Tensor]) -> Callable[[], None]:
         """Count a step with the hyper-parameters of now; return what takes it, in any thread.
 
-        grads: unit index -> 1-D [owned], what is read in place of the shards' own gradients. Not for LAMB and Muon,
-        whose steps are collective. Raises: as `step`.
+        grads: unit index -> what `step_unit` reads. Not for LAMB and Muon, whose steps are collective. Raises: as
+        `step`.
         """
         check_steps(self.param_groups)
         spans = self._spans(self._of_unit, unused, grads)
         return functools.partial(self._take, list(spans.values()), grad_scale)
 
-    def prepare_unit(self, unit: int, grad_scale: float) -> UnitUpdate:
+    def prepare_unit(self, unit: int, grad: Tensor, grad_scale: float) -> UnitUpdate:
         """Count a step of one unit with the hyper-parameters of now. Not for LAMB and Muon. Raises: as `step`."""
         check_steps(self.param_groups)
-        spans = list(self._spans([unit], ()).values())
+        spans = list(self._spans([unit], (), {unit: grad}).values())
         written = [tensor for span in spans for tensor in (span.master, *span.states)]
         take = functools.partial(self._take, spans, grad_scale)
         return UnitUpdate(written, take, functools.partial(_uncount, list(self._counted)))
 
-    def _update(self, units: Sequence[int], grad_scale: float, unused: Collection[str]) -> None:
+    def _update(
+        self,
+        units: Sequence[int],
+        grad_scale: float,
+        unused: Collection[str],
+        grads: Mapping[int, Tensor] | None = None,
+    ) -> None:
         check_steps(self.param_groups)
-        spans = self._spans(units, unused)
+        spans = self._spans(units, unused, grads)
         shards = [shard for unit in units for shard in self._of_unit[unit]] if self._kind in COLLECTIVE else []
         if self._kind is Lamb:
             spans = self._with_trust_ratios(shards, spans, grad_scale)

@@ -183,7 +183,7 @@ def _gradients_in_flight(model: ModelFacts, setting: Setting, units: list[int], 
     received = (world_size - 1) / world_size
     if stage >= 2 and (world_size > 1 or offloads_optimizer):
         total += element.param * sum(units[:GRADIENT_UNITS] if setting.policy.overlap_comm else units)
-        if offloads_optimizer:  # sums, always in fp32, on their way to host memory
+        if offloads_optimizer:  # sums on their way to host memory; those of further micro-batches are fp32
             total += _whole(4 * sum(units[:REDUCING_UNITS]) / world_size)
     elif world_size > 1 and element.param < element.grad:
         # What is sent has fewer bits than the sum: gradients are collected in it, or it is a copy.

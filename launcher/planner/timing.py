@@ -226,9 +226,13 @@ def _transfers(rank: RankModel, setting: Setting, hardware: Hardware, num_owners
     if setting.policy.offload.optimizer is Place.DEVICE:
         return 0.0
     owned, element = rank.num_trainable / num_owners, setting.element
-    times = num_micro_batches if setting.stage >= 2 else 1
+    times, first = 1, element.grad
+    if setting.stage >= 2:
+        times = num_micro_batches
+        # What NCCL has summed in 16 bits: see [Note: 16-bit sums in host memory] of `zero.owned_gradient`.
+        first = element.grad if hardware.is_cpu else element.param
     rate = hardware.to_device_bytes_per_s or hardware.memory_bytes_per_s
-    total_s = (times * 4 + element.param) * owned / rate
+    total_s = (first + (times - 1) * element.grad + element.param) * owned / rate
     if hardware.is_cpu:
         return total_s
     return total_s / max(1, len(rank.unit_numels))

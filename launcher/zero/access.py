@@ -125,11 +125,10 @@ _Write = Callable[[FlatUnit, ParamSlot, Tensor, Tensor], None]
 def _set_grad(param: nn.Parameter, value: Tensor, write: _Write, prepare: _Prepare = lambda unit: None) -> None:
     unit, slot = _trained(param, prepare)
     _check_sums(unit)
-    gradient = _owned_grad(unit)
-    if gradient is None or unit.grads is None:
+    if _owned_grad(unit) is None or unit.grads is None:
         raise _nothing(slot, "gradient", "call it between engine.backward and engine.step")
     with unit.in_memory():
-        write(unit, slot, _part(unit, slot, gradient), value)
+        write(unit, slot, _part(unit, slot, unit.grads.widened_grad()), value)
     unit.grads.invalidate_norm()  # after the block: it may bring the optimizer's copy in, and send it out, itself
 
 

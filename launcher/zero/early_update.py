@@ -69,7 +69,8 @@ class EarlyUpdate:
         if not any(each.is_started for each in self._of.values()):
             self._scale = 1.0 / self._loss_scale()
             self._options = self._optimizer.saved_groups()
-        of_unit.start(self._thread, self._optimizer.prepare_unit(of_unit.index, self._scale))
+        update = self._optimizer.prepare_unit(of_unit.index, gradients.optimizer_grad, self._scale)
+        of_unit.start(self._thread, update)
 
     def finish(self, scale: float, *, is_skipped: bool) -> Collection[int]:
         """Return the indices of the units that have the update of this step; take all others back.

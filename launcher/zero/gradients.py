@@ -109,8 +109,11 @@ class UnitGradients:
     """Collects, reduces and holds the gradients of one unit.
 
     Sums over micro-batches are fp32 unless the policy says otherwise; sums over ranks are fp32 on gloo, and on NCCL in
-    the type that travels: see `GradientCodec`.
+    the type that travels: see `GradientCodec`. keeps_16_bits: whether the optimizer reads an offloaded sum as it was
+    taken: see [Note: 16-bit sums in host memory].
     """
+
+    keeps_16_bits = False
 
     def __init__(
         self,
@@ -182,8 +185,12 @@ class UnitGradients:
 
     @property
     def owned_grad(self) -> Tensor:
-        """The sum of what this rank owns, 1-D [owned], where it is added up."""
+        """The sum of what this rank owns, 1-D [owned], where it is added up. To be read: see `widened_grad`."""
         return self._sum.grad
+
+    def widened_grad(self) -> Tensor:
+        """Return the same, in memory, in the type of sums: to be written."""
+        return self._sum.widened()
 
     @property
     def optimizer_grad(self) -> Tensor:
@@ -192,8 +199,7 @@ class UnitGradients:
 
     def buffers(self) -> list[Tensor]:
         """Return the memory of sums that lasts from step to step."""
-        kept = [self._full, self._sum.grad, self._sum.optimizer_grad]
-        return [each for each in kept if each is not None]
+        return ([] if self._full is None else [self._full]) + self._sum.buffers()
 
     @property
     def arrival(self) -> StreamEvent:
@@ -301,11 +307,12 @@ class UnitGradients:
         """Have the gradients that the user has written to `param.grad` replace the sums, which are complete."""
         self.finish()
         with self._sum.in_memory(writes=True):
+            owned_grad = self.widened_grad()
             for index, grad in self._local.written.items():
                 slot = self._layout.slots[index]
                 owned = slot.within(self._owned)
                 start = slot.offset + owned.start - self._owned.start
-                part = self.owned_grad[start : start + len(owned)]
+                part = owned_grad[start : start + len(owned)]
                 if grad is None:
                     part.zero_()
                 else:
@@ -360,7 +367,8 @@ class UnitGradients:
         if scatters:
             output = self.owned_grad
             if self._sum.holds_sum or not self._sum.has_buffer:
-                self._arriving = output = self._group.buffers.borrow(len(self._owned), torch.float32)
+                dtype = self._arriving_dtype(sent.dtype, scale)
+                self._arriving = output = self._group.buffers.borrow(len(self._owned), dtype)
             pending = self._reductions.communicator.reduce_scatter(sent, output, scale)
         else:
             self._arriving = self._group.buffers.borrow(local.numel(), torch.float32)
@@ -370,6 +378,13 @@ class UnitGradients:
         if self._replicate is not None and (is_last or self._is_summed_over_copies):
             return pending.then(lambda: self._sum_over_copies(output))
         return pending
+
+    def _arriving_dtype(self, dtype: torch.dtype, scale: float) -> torch.dtype:
+        """Return the type in which a sum over the ranks arrives: 16 bits where it has no more, and nothing is added."""
+        is_all = not (self._sum.holds_sum or self._sum.has_buffer) and self._replicate is None
+        if self.keeps_16_bits and is_all:
+            return self._reductions.communicator.sum_dtype(dtype, scale)
+        return torch.float32
 
     def _sum_over_copies(self, output: Tensor) -> Pending:
         """Start adding the sums of all copies of the shards, with those of earlier micro-batches that were not yet."""

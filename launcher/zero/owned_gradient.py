@@ -1,4 +1,10 @@
-"""The summed gradient of what a rank owns of a unit: on the device, in host memory or on disk, for its optimizer."""
+"""The summed gradient of what a rank owns of a unit: on the device, in host memory or on disk, for its optimizer.
+
+[Note: 16-bit sums in host memory] The bus to host memory is slower than all else that a gradient passes. Where a sum
+over the ranks has 16 bits, and is the first since the last step, it crosses the bus in these: it is kept so, at the
+begin of the memory that fp32 sums have, and the optimizer's kernel reads it as it is. A further sum is added to it in
+fp32, on the device, and all of it is fp32 from then on. Whoever writes asks for `widened` memory.
+"""
 
 from __future__ import annotations
 
@@ -12,6 +18,8 @@ from launcher.comm.groups import RankGroup
 from launcher.comm.streams import PASSED, Side, StreamEvent
 from launcher.kernels.select import kernel_for
 from launcher.zero.placement import Placement
+
+_NARROW = (torch.bfloat16, torch.float16)
 
 
 def sum_of_squares(grad: Tensor, parts: Sequence[slice] = (slice(None),)) -> Tensor:
@@ -38,8 +46,16 @@ def sum_of_all_squares(grads: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)).double().square().sum()
 
 
+def _narrow_views(memory: Tensor) -> dict[torch.dtype, Tensor]:
+    """Return, by type, the begin of memory for sums as 16-bit sums of as many elements have it."""
+    return {dtype: memory.view(dtype)[: memory.numel()] for dtype in _NARROW if dtype.itemsize < memory.itemsize}
+
+
 class OwnedGradient:
-    """Sums over ranks and micro-batches, added up in `grad`. The optimizer reads `optimizer_grad`."""
+    """Sums over ranks and micro-batches, added up in `grad`. The optimizer reads `optimizer_grad`.
+
+    Both are read only, where a sum may be kept in 16 bits: see [Note: 16-bit sums in host memory].
+    """
 
     def __init__(
         self,
@@ -59,22 +75,47 @@ class OwnedGradient:
         self._group = group
         self._copier = group.copier
         self._is_offloaded = placement.is_offloaded and kept is None
-        if kept is not None:
-            self.grad = kept
-        else:
-            self.grad = placement.empty(numel, dtype, group).zero_()
-        self.optimizer_grad = self.grad
+        # The memory, 1-D [owned] in the type of sums.
+        self._grad = kept if kept is not None else placement.empty(numel, dtype, group).zero_()
+        self._optimizer_grad = self._grad
         if placement.is_offloaded and not self._is_offloaded:
-            self.optimizer_grad = placement.empty(numel, dtype, group).zero_()
-        self._spare_grad = placement.empty(numel, dtype, group) if turns else self.optimizer_grad
+            self._optimizer_grad = placement.empty(numel, dtype, group).zero_()
+        self._spare_grad = placement.empty(numel, dtype, group) if turns else self._optimizer_grad
+        self._kept_dtype = dtype  # of what is in it
+        # Views are made while there is memory, which a disk takes between uses.
+        self._narrow = {each: _narrow_views(each) for each in (self._grad, self._spare_grad) if self._is_offloaded}
         self._is_swapped = False
-        self.swap = placement.swapped(self.optimizer_grad)
+        self.swap = placement.swapped(self._optimizer_grad)
         if self.swap is not None:
             self.swap.drop()
         self.holds_sum = False  # of an earlier micro-batch, to which the next one is added
         self.stored: StreamEvent = PASSED  # the last copy into `optimizer_grad`
         self._fetched: Tensor | None = None  # 1-D [owned], what is kept, on the device or being copied there
         self._arrival: StreamEvent = PASSED  # of it
+
+    @property
+    def grad(self) -> Tensor:
+        """What is kept, 1-D [owned], where it is added up."""
+        return self._in_kept_dtype(self._grad)
+
+    @property
+    def optimizer_grad(self) -> Tensor:
+        """The same, 1-D [owned], where the optimizer reads it."""
+        return self._in_kept_dtype(self._optimizer_grad)
+
+    def buffers(self) -> list[Tensor]:
+        """Return the memory of both."""
+        return [self._grad, self._optimizer_grad]
+
+    def _in_kept_dtype(self, memory: Tensor) -> Tensor:
+        return memory if memory.dtype == self._kept_dtype else self._narrow[memory][self._kept_dtype]
+
+    def widened(self) -> Tensor:
+        """Return `grad`, which must be in memory, in the type of sums: to be written."""
+        if self._kept_dtype != self._grad.dtype:
+            narrow, self._kept_dtype = self.grad.clone(), self._grad.dtype
+            self._grad.copy_(narrow)
+        return self._grad
 
     @property
     def has_buffer(self) -> bool:
@@ -84,9 +125,9 @@ class OwnedGradient:
     def begin_backward(self) -> None:
         """Have the next gradient come into other memory than the one that was handed over."""
         if self._is_swapped:
-            self.optimizer_grad, self._spare_grad, self._is_swapped = self._spare_grad, self.optimizer_grad, False
+            self._optimizer_grad, self._spare_grad, self._is_swapped = self._spare_grad, self._optimizer_grad, False
             if self._is_offloaded:
-                self.grad = self.optimizer_grad
+                self._grad = self._optimizer_grad
 
     def start_fetch(self) -> None:
         """Start bringing what is kept to the device: a sum that will be added to it is in flight."""
@@ -105,12 +146,16 @@ class OwnedGradient:
             self.swap.used_until(self._arrival)
 
     def keep(self, arrived: Tensor) -> Tensor:
-        """Add a sum, 1-D [owned] on the device, to what is kept. Returns the total, on the device."""
+        """Add a sum, 1-D [owned] on the device, to what is kept. Returns the total, on the device.
+
+        arrived: in 16 bits to be kept in these, which is for the first sum alone.
+        """
         if not self._is_offloaded:
-            return (self.grad.add_ if self.holds_sum else self.grad.copy_)(arrived)
+            return (self._grad.add_ if self.holds_sum else self._grad.copy_)(arrived)
         if self.holds_sum:
             self.add_to(arrived)
-        kept = arrived.to(self.grad.dtype)  # rounded before it is measured, as where it stays on the device
+        self._kept_dtype = min(self._grad.dtype, arrived.dtype, key=lambda dtype: dtype.itemsize)
+        kept = arrived.to(self._kept_dtype)  # rounded before it is measured, as where it stays on the device
         self._offload_grad(kept)
         if kept is not arrived:
             self._group.streams.keep(kept, Side.TO_HOST)
@@ -144,8 +189,8 @@ class OwnedGradient:
 
     def copy_to_optimizer(self) -> None:
         """Copy what was added up on the device to `optimizer_grad`."""
-        if self.optimizer_grad is not self.grad:
-            self._offload_grad(self.grad)
+        if self._optimizer_grad is not self._grad:
+            self._offload_grad(self._grad)
 
     def _offload_grad(self, grad: Tensor) -> None:
         if self.swap is not None:

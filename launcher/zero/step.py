@@ -531,14 +531,15 @@ def _update_in_turn(
     """Update one unit after another, in memory for that long; writing back overlaps with the update of the next."""
     swaps = [unit.swap for unit in units]
     for index, unit in enumerate(units):
-        swap = unit.swap
+        swap, gradients = unit.swap, unit.grads
+        assert gradients is not None, "trained ones"
         if swap is not None:
             swap.bring_in()
             next_swap = next((later for later in swaps[index + 1 :] if later is not None), None)
             if policy.offload.reads_ahead and next_swap is not None:
                 next_swap.start_reading()
         if unit.index not in done:
-            optimizer.step_unit(unit.index, scale, unused)
+            optimizer.step_unit(unit.index, gradients.optimizer_grad, scale, unused)
         _write_back(unit, optimizer, policy, unused)
         if swap is not None:
             swap.send_out(unit.state_tensors(), after=unit.group.copier.so_far())

@@ -257,8 +257,13 @@ class FlatUnit:
             chunks=chunks,
         )
 
-    def reserve_states(self, optimizer: UnitOptimizer) -> None:
-        """Take room on disk for the states to come. Raises: EngineError when there is not enough."""
+    def prepare_for(self, optimizer: UnitOptimizer) -> None:
+        """Have offloaded gradients wait for an optimizer that reads 16 bits, and take room on disk for its states.
+
+        Raises: EngineError when there is not enough.
+        """
+        if self.grads is not None:
+            self.grads.keeps_16_bits = True
         if self.swap is not None:
             sizes = optimizer.state_sizes(self.index)
             self.swap.reserve(num_bytes for name, num_bytes in sizes if name not in self._resident_states)

@@ -114,7 +114,13 @@ def test_offload_costs_transfers_and_an_update_by_the_host() -> None:
     away = timed(setting(2, offload_optimizer={"device": "cpu"}))
     on_disk = timed(setting(2, offload_optimizer={"device": "nvme", "nvme_path": "/local_nvme"}))
     assert TRANSFER not in here.parts
-    assert away.parts[TRANSFER] > 0
+    # Bytes a parameter, with one that comes back in 2: NCCL's sums go down in 2, and further ones in 4.
+    bytes_of = {1: 2 + 2, 3: 2 + 4 + 4 + 2}
+    for num, num_bytes in bytes_of.items():
+        found = timed(setting(2, offload_optimizer={"device": "cpu"}), micro_batches=num).parts[TRANSFER]
+        assert found == pytest.approx(away.parts[TRANSFER] / bytes_of[1] * num_bytes)
+    at_the_end = timed(setting(1, offload_optimizer={"device": "cpu"}), micro_batches=3).parts[TRANSFER]
+    assert at_the_end == pytest.approx(away.parts[TRANSFER] / bytes_of[1] * (4 + 2))
     assert here.parts[UPDATE] < away.parts[UPDATE] < on_disk.parts[UPDATE]
 
 

@@ -51,6 +51,7 @@ CASES: dict[str, tuple[int, Case, tuple[str, ...], dict[str, Any]]] = {
     "a part, some unused": (2, Case(3, "bf16", 1, unused=True), BOTH, {"ratio": 0.5}),
     "step decides": (2, Case(2, "fp32", 1, settings={"managed_gradient_accumulation": False}), BOTH[:1], {}),
     "alone": (1, Case(3, "bf16", 2), BOTH, PIPELINED),
+    "alone, 16-bit sums": (1, Case(2, "bf16", 1), BOTH[:1], {}),
     "lamb": (2, Case(2, "fp32", 1, settings={"optimizer": {"type": "Lamb", "params": {"lr": 5e-3}}}), BOTH[:1], {}),
 }
 

@@ -8,12 +8,15 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from collections import Counter
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from harness.logs import logged
-from harness.train.offload import is_in_host_memory, late_link
+from harness.train.collective import communicators
+from harness.train.offload import LateCopier, is_in_host_memory, late_link
 from harness.train.parity import RESTLESS_SCALE, Case, Trajectory, train_engine
 from harness.train.ranks import run_on_ranks, run_once_on_ranks
 from harness.train.zoo import LR, SAMPLES, WEIGHT_DECAY, batches, build
@@ -21,6 +24,7 @@ from torch import Tensor
 
 import launcher
 from launcher.base.errors import ConfigError, EngineError
+from launcher.comm.streams import StreamEvent
 from launcher.zero.access import (
     safe_get_full_fp32_param,
     safe_get_full_grad,
@@ -59,16 +63,23 @@ ONE = named("1 optimizer", "2 part", "3 both", "3 parameters")
 OTHER = named("2 optimizer", "3 optimizer", "3 both", "3 part and parameters")
 
 
-def train_late(rank: int, world_size: int, case: Case) -> Trajectory:
-    with late_link():
+def train_here(rank: int, world_size: int, case: Case, kind: str) -> Trajectory:
+    with communicators(kind):
         return train_engine(rank, world_size, case)
 
 
-def assert_offload_changes_nothing(case: Case, offload: dict[str, Any], world_size: int) -> Trajectory:
+def train_late(rank: int, world_size: int, case: Case, kind: str) -> Trajectory:
+    with late_link():
+        return train_here(rank, world_size, case, kind)
+
+
+def assert_offload_changes_nothing(
+    case: Case, offload: dict[str, Any], world_size: int, kind: str = "gloo"
+) -> Trajectory:
     here = dataclasses.replace(case, unit_numel=UNIT_NUMEL)
     away = dataclasses.replace(here, zero={**case.zero, **offload})
-    expected: Trajectory = run_once_on_ranks(world_size, train_engine, here)[0]
-    found: Trajectory = run_on_ranks(world_size, train_late, away)[0]
+    expected: Trajectory = run_once_on_ranks(world_size, train_here, here, kind)[0]
+    found: Trajectory = run_on_ranks(world_size, train_late, away, kind)[0]
     assert found.losses == expected.losses
     assert found.scales == expected.scales
     if case.clipping:
@@ -152,6 +163,84 @@ def test_threads_small_units_and_ordinary_memory(stage: int) -> None:
     assert_offload_changes_nothing(case, offload, world_size=2)
 
 
+# ---- sums that cross the bus in 16 bits: of NCCL, which sums in the type that travels, and of one rank ----
+
+LAMB = {"optimizer": {"type": "Lamb", "params": {"lr": 5e-3}}}
+MUON = {"optimizer": {"type": "Muon", "params": {"lr": 5e-3}}}
+IN_16_BITS: dict[str, tuple[Case, dict[str, Any]]] = {
+    "2": (Case(2, "bf16", 1, num_steps=5), OPTIMIZER),
+    "2, a part, some unused": (Case(2, "bf16", 1, num_steps=4, unused=True), PART),
+    "3, accumulated": (Case(3, "bf16", 3, num_steps=3), BOTH),
+    "3, overflows": (Case(3, "fp16", 1, num_steps=8, fp16=RESTLESS_SCALE), OPTIMIZER),
+    "2, the step decides": (Case(2, "bf16", 2, settings={"managed_gradient_accumulation": False}), OPTIMIZER),
+    "2, Lamb": (Case(2, "bf16", 1, num_steps=4, settings=LAMB), OPTIMIZER),
+    "3, Muon": (Case(3, "bf16", 1, num_steps=3, settings=MUON), OPTIMIZER),
+}
+
+
+@pytest.mark.parametrize("name", IN_16_BITS)
+def test_the_same_bits_of_16_bit_sums(name: str) -> None:
+    assert_offload_changes_nothing(*IN_16_BITS[name], world_size=2, kind="nccl")
+
+
+def _moved_bytes(
+    rank: int, world_size: int, kind: str, accumulation: int, zero: dict[str, Any]
+) -> tuple[list[float], list[float]]:
+    """Return the bytes that go down and up in each of two steps, for each element that this rank owns."""
+    moved: Counter[str] = Counter()
+
+    class Counting(LateCopier):
+        def copy(self, target: Tensor, source: Tensor) -> StreamEvent:
+            moved["down" if is_in_host_memory(target) else "up"] += source.nbytes
+            return super().copy(target, source)
+
+    down, up = [], []
+    with late_link(), mock.patch("launcher.comm.device.HostDeviceCopier", Counting), communicators(kind):
+        config = {"gradient_accumulation_steps": accumulation, "bf16": {"enabled": True}}
+        engine = start(world_size, 2, {**OPTIMIZER, **zero}, **config)
+        owned = sum(len(unit.owned) for unit in engine._sharded.units)
+        for _ in range(2):
+            moved.clear()
+            for x, y in batches(accumulation):
+                part = slice(rank * SAMPLES // world_size, (rank + 1) * SAMPLES // world_size)
+                engine.backward(engine(x[part].bfloat16(), y[part].bfloat16()).float())
+                engine.step()
+            down.append(moved["down"] / owned)
+            up.append(moved["up"] / owned)
+    return down, up
+
+
+@pytest.mark.parametrize(("kind", "world_size"), [("gloo", 1), ("nccl", 2)])
+def test_a_16_bit_sum_crosses_the_bus_in_2_bytes(kind: str, world_size: int) -> None:
+    """A further one is added to it on the device, and makes it fp32; 2 bytes go up for the parameters."""
+    for accumulation, down, up in ((1, 2, 2), (2, 2 + 4, 2 + 2), (3, 2 + 4 + 4, 2 + 4 + 2)):
+        for found in run_on_ranks(world_size, _moved_bytes, kind, accumulation, {}):
+            assert found == ([down] * 2, [up] * 2)
+
+
+def test_a_sum_with_more_bits_keeps_them() -> None:
+    """gloo sums in fp32, and so are copies of the shards, each with a mean over its own ranks."""
+    assert run_on_ranks(2, _moved_bytes, "gloo", 1, {}) == [([4, 4], [2, 2])] * 2
+    copies = {"stage": 3, "mics_shard_size": 2}
+    assert [down for down, _ in run_on_ranks(4, _moved_bytes, "nccl", 1, copies)] == [[4, 4]] * 4
+
+
+def _names_of_bad_gradients(rank: int, world_size: int) -> list[str]:
+    with late_link(), logged() as lines:
+        engine = start(world_size, 2, OPTIMIZER, bf16={"enabled": True})
+        x, y = batches(1)[0]
+        hook = engine.module.blocks[1].up.weight.register_hook(lambda grad: grad.fill_(math.inf))
+        engine.backward(engine(x.bfloat16(), y.bfloat16()).float())
+        engine.step()
+        hook.remove()
+    return [line for line in lines if "skipped" in line]
+
+
+def test_a_bad_gradient_in_16_bits_is_named() -> None:
+    [[line]] = run_on_ranks(1, _names_of_bad_gradients)
+    assert "first in blocks.1.up.weight" in line
+
+
 # ---- units ----
 
 
@@ -194,8 +283,10 @@ def test_units_of_which_a_rank_owns_only_padding(stage: int) -> None:
 # ---- what scripts do between steps ----
 
 
-def _looks_and_writes(rank: int, world_size: int, stage: int, offload: dict[str, Any]) -> list[Tensor | None]:
-    with late_link():
+def _looks_and_writes(
+    rank: int, world_size: int, stage: int, offload: dict[str, Any], kind: str
+) -> list[Tensor | None]:
+    with late_link(), communicators(kind):
         engine = start(world_size, stage, offload, "PartlyFrozen", bf16={"enabled": True})
         part = slice(rank * SAMPLES // 2, (rank + 1) * SAMPLES // 2)
         params = dict(engine.module.named_parameters())
@@ -209,6 +300,9 @@ def _looks_and_writes(rank: int, world_size: int, stage: int, offload: dict[str,
             if number == 1:
                 safe_set_full_grad(first, torch.full_like(seen[-3], 0.01))  # type: ignore[arg-type]
                 safe_set_full_grad(last, 2 * seen[-1])  # type: ignore[operator]
+            if number == 4 and stage > 1:
+                for gradient in engine.optimizer.averaged_gradients[0]:
+                    gradient.mul_(1 / 3)
             engine.step()
             seen += [safe_get_full_fp32_param(first), safe_get_local_fp32_param(last)]
             seen.append(safe_get_full_optimizer_state(last, "exp_avg_sq"))
@@ -234,10 +328,11 @@ def last_state(seen: list[Tensor | None]) -> Tensor:
     return seen[-1]
 
 
+@pytest.mark.parametrize("kind", ["gloo", "nccl"])
 @OTHER
-def test_what_scripts_read_and_write_between_steps(stage: int, offload: dict[str, Any]) -> None:
-    expected = run_once_on_ranks(2, _looks_and_writes, stage, {})
-    for found, rank_expected in zip(run_on_ranks(2, _looks_and_writes, stage, offload), expected, strict=True):
+def test_what_scripts_read_and_write_between_steps(stage: int, offload: dict[str, Any], kind: str) -> None:
+    expected = run_once_on_ranks(2, _looks_and_writes, stage, {}, kind)
+    for found, rank_expected in zip(run_on_ranks(2, _looks_and_writes, stage, offload, kind), expected, strict=True):
         for number, (value, other) in enumerate(zip(found, rank_expected, strict=True)):
             assert value is other is None or torch.equal(value, other), f"value {number}"  # type: ignore[arg-type]
 

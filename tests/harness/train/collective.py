@@ -28,6 +28,9 @@ class _Wrapper(Communicator):
         vars(self).update(vars(inner))  # its ranks and its device
         self._inner = inner
 
+    def sum_dtype(self, dtype: torch.dtype, scale: float) -> torch.dtype:
+        return self._inner.sum_dtype(dtype, scale)
+
     def _start(self, transfers: list[Transfer]) -> list[dist.Work]:
         return self._inner._start(transfers)
 
