@@ -256,6 +256,16 @@ def outside_graphs(hook: _F) -> _F:
     return outside  # type: ignore[return-value]
 
 
+def records_cuda_graphs(module: nn.Module) -> bool:
+    """Whether torch.compile was asked to record CUDA graphs of a module: mode "reduce-overhead" or "max-autotune"."""
+    for compiled in (module._compiled_call_impl, module):
+        ask = getattr(compiled, "get_compiler_config", None)
+        config = None if ask is None else ask()  # None of a backend other than inductor
+        if config and config.get("triton.cudagraphs"):
+            return True
+    return False
+
+
 @contextlib.contextmanager
 def without_dynamo() -> Iterator[None]:
     """Keep the construction of optimizers from importing torch._dynamo: 1.5 to 2 s of CPU of each rank.

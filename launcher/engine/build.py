@@ -33,7 +33,13 @@ from launcher.engine.casting import (
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.deepspeed_engine import DeepSpeedEngine
 from launcher.engine.facts import facts_of, leave_facts, leave_refused
-from launcher.engine.model_check import check_for_ranks, check_model, check_types, mark_leaf_modules
+from launcher.engine.model_check import (
+    check_for_ranks,
+    check_model,
+    check_types,
+    mark_leaf_modules,
+    warn_of_cuda_graphs,
+)
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.engine.optimizer_plan import ClientOptimizer, check_offload, flat_optimizer, optimizer_plan
 from launcher.engine.parallel import check_optimizer, sizes_with_experts, split_over_ranks, spread_over_ranks
@@ -154,6 +160,7 @@ def initialize(
     leave_refused(loaded.raw, settings, mesh, plan, trains=trains)
     disks = swap_space(settings)
     built = _shard(model, plan, policy, mesh, loss_scale_rules(settings), disks)
+    warn_of_cuda_graphs(model, built.units)
     sequence = attach_sequence(model, built, mesh, mpu)
 
     # What runs them.

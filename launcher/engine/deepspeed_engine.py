@@ -23,6 +23,7 @@ from launcher.engine.backward import scaled_up
 from launcher.engine.data import DistributedLoader, build_loader
 from launcher.engine.engine import Engine
 from launcher.engine.facts import follow_micro_batch
+from launcher.engine.model_check import warn_of_cuda_graphs
 from launcher.engine.sharded import check_device, kinds_of
 from launcher.engine.watch import ProfiledStep
 from launcher.monitor.curves import Curves
@@ -333,6 +334,7 @@ class DeepSpeedEngine(Engine):
         if schedule is not None:
             raise EngineError("engine.compile(schedule=...) is not supported", hint="leave schedule out")
         self.module.compile(backend=backend, **(compile_kwargs or {}))
+        warn_of_cuda_graphs(self.module, self._sharded.units)
 
     def empty_partition_cache(self) -> None:
         """Shard what stage 3 keeps unsharded for a later use, and free the memory. Every rank must call it."""

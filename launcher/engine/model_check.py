@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
 from launcher.base.errors import EngineError, did_you_mean
 from launcher.base.log import get_logger
-from launcher.comm.groups import RankGroup
+from launcher.comm.groups import RankGroup, is_first_rank
+from launcher.comm.torch_internals import may_be_compiled, records_cuda_graphs
 from launcher.config.schema import DEFAULT_LEAF_CLASSES, Config, LeafModule
 from launcher.zero.leaves import mark_leaves
 from launcher.zero.parameters import unit_params_of
+from launcher.zero.unit import FlatUnit
 
 
 def check_model(model: nn.Module) -> None:
@@ -82,6 +86,20 @@ def mark_leaf_modules(model: nn.Module, settings: Config, group: RankGroup) -> N
         for sentence in _leaves_not_found(model, leaves):
             get_logger().warning("%s", sentence)
     mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
+
+
+def warn_of_cuda_graphs(model: nn.Module, units: Sequence[FlatUnit]) -> None:
+    """Say on the first rank that CUDA graphs of a compiled module would be recorded again and again at stage 3."""
+    if not (is_first_rank() and may_be_compiled() and any(unit.is_sharded for unit in units)):
+        return
+    found = [name for name, module in model.named_modules() if records_cuda_graphs(module)]
+    if found:
+        get_logger().warning(
+            "torch.compile of %s is to record CUDA graphs, which keep the addresses of parameters: at stage 3 these may"
+            " have others in every pass, and each graph is recorded anew. Compile in the default mode, or"
+            ' "max-autotune-no-cudagraphs", or use stage 2',
+            found[0] or "the model",
+        )
 
 
 class ModelFacts:

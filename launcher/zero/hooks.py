@@ -20,6 +20,7 @@ from launcher.comm.torch_internals import is_in_transform, outside_graphs, tree_
 from launcher.config.policies import ParameterPolicy
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule, Use
+from launcher.zero.states import ParameterState
 from launcher.zero.tensors import tensors_in
 from launcher.zero.unit import FlatUnit, unit_of
 
@@ -54,7 +55,11 @@ def install_hooks(
     handles = installed.handles
     units_of: dict[nn.Module, list[FlatUnit]] = {model: []}
     if any(unit.is_sharded for unit in units):  # each may read parameters of others
-        units_of.update((module, []) for module in model.modules() if any(True for _ in module.children()))
+        compiled = [module for module in model.modules() if module._compiled_call_impl is not None]
+        # There the block's own hook says what runs: one inside would end the graph.
+        inside = {part for block in compiled if block is not model for part in block.modules() if part is not block}
+        others = [module for module in model.modules() if module not in inside]
+        units_of.update((module, []) for module in others if any(True for _ in module.children()))
     for unit in units:
         for module in unit.members.modules:
             units_of.setdefault(module, []).append(unit)
@@ -226,23 +231,32 @@ class _WatchedParameters(dict[str, nn.Parameter | None]):
 
     A forward such as `F.linear(x, self.embedding.weight)` reads a parameter without calling its module. `state_dict()`,
     `parameters()` and copies list all parameters, right after a step too, when updates are still being gathered.
+
+    torch.compile traces what stands here, and ends a graph where `on_access` is called. A block whose own hook has its
+    units there reads them without: it is one graph, with a guard on what `_are_read` has seen.
     """
 
     def __init__(
         self,
         params: dict[str, nn.Parameter | None],
+        units: tuple[FlatUnit, ...],
         on_access: Callable[[nn.Parameter], None],
         on_listing: Callable[[Iterable[nn.Parameter | None]], None],
     ) -> None:
+        """units: of the parameters."""
         super().__init__(params)
+        self._units = units
         self._on_access = on_access
         self._on_listing = on_listing
 
     def __getitem__(self, name: str) -> nn.Parameter | None:
         param = super().__getitem__(name)
-        if param is not None:
+        if param is not None and not (torch.compiler.is_compiling() and self._are_read()):
             self._on_access(param)
         return param
+
+    def _are_read(self) -> bool:
+        return all(unit.is_read and unit.params.state is ParameterState.UNSHARDED for unit in self._units)
 
     def __setitem__(self, name: str, param: nn.Parameter | None) -> None:
         if param is not None and param is not super().get(name):
@@ -315,5 +329,6 @@ def _watch_accesses(
         if any(param in unit_of for param in module._parameters.values() if param is not None)
     ]
     for module in watched:
-        module._parameters = _WatchedParameters(module._parameters, on_access, on_listing)
+        read = dict.fromkeys(unit_of[param] for param in dict.values(module._parameters) if param in unit_of)
+        module._parameters = _WatchedParameters(module._parameters, tuple(read), on_access, on_listing)
     return [weakref.ref(module) for module in watched]

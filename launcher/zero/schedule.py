@@ -276,7 +276,7 @@ class ParameterSchedule:
                 self._is_cast = torch.is_autocast_enabled(self._units[0].group.device.type)
         self._running.append(units)
         for unit in units:
-            self._uses[unit.index] += 1
+            self._count(unit, 1)
         self._use(units)
 
     def open_use(self, units: Sequence[FlatUnit], reader: object, *, is_training: bool) -> Use | None:
@@ -308,12 +308,12 @@ class ParameterSchedule:
         """
         units = self._running.pop() if self._running else []
         for unit in units:
-            self._uses[unit.index] = max(0, self._uses[unit.index] - 1)
+            self._count(unit, -1)
         is_outermost = not self._running
         for unit in keeps:
             if not is_outermost and self._uses[unit.index] == 0:
                 self._running[-1].append(unit)
-                self._uses[unit.index] += 1
+                self._count(unit, 1)
                 self._read_from_outside(unit)
         for unit in units:
             if not (is_outermost and unit in keeps):
@@ -343,7 +343,7 @@ class ParameterSchedule:
         """Leave a forward that an exception has ended. Nothing is waited for: the peers may be gone, and the error must
         be seen."""
         for unit in self._running.pop() if self._running else []:
-            self._uses[unit.index] = max(0, self._uses[unit.index] - 1)
+            self._count(unit, -1)
         if not self._in_backward:  # within backward it is checkpointing that stops a recomputation early
             self._is_broken = True
 
@@ -359,7 +359,7 @@ class ParameterSchedule:
         if self._running:
             if self._uses[unit.index] == 0:
                 self._running[-1].append(unit)
-                self._uses[unit.index] += 1
+                self._count(unit, 1)
                 self._read_from_outside(unit)
             elif unit.params.state is ParameterState.SHARDED:
                 self._use([unit])  # a block of `GatheredParameters` within the forward has released it
@@ -460,7 +460,13 @@ class ParameterSchedule:
 
     def _forget_running(self) -> None:
         self._running.clear()
-        self._uses = [0] * len(self._units)
+        for unit in self._units:
+            self._count(unit, -self._uses[unit.index])
+
+    def _count(self, unit: FlatUnit, change: int) -> None:
+        """Count how many modules whose forward runs read a unit."""
+        self._uses[unit.index] = max(0, self._uses[unit.index] + change)
+        unit.is_read = self._uses[unit.index] > 0
 
     # ---- fetching ----
 

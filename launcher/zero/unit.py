@@ -77,6 +77,7 @@ class FlatUnit:
         self.swap: UnitSwap | None = None  # None: what the optimizer works on is always in memory
         self.grads: UnitGradients | None = None  # None: every parameter is frozen
         self.complete_sums: Callable[[], None] = lambda: None  # of the gradients of all units; collective
+        self.is_read = False  # a module whose forward runs reads it, and has waited for it
         if layout.is_trainable:
             placement = placements.of_optimizer(layout.numel)
             master = self.params.keep_master(policy.precision, placement, is_apart=policy.offload.updates_beside)

@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from torch.autograd.graph import get_gradient_edge
 
 from launcher.comm import torch_internals
-from launcher.comm.torch_internals import as_plain_tensors, is_executed, no_torch_function, wrapper_of
+from launcher.comm.torch_internals import (
+    as_plain_tensors,
+    is_executed,
+    no_torch_function,
+    records_cuda_graphs,
+    wrapper_of,
+)
 
 
 def _in_a_backward(ask: Any) -> list[Any]:
@@ -132,6 +138,15 @@ def test_buffers_outside_of_state_dicts_are_named() -> None:
     module.register_buffer("saved", torch.ones(1))
     module.register_buffer("table", torch.ones(1), persistent=False)
     assert torch_internals.non_persistent_buffers(module) == {"table"}
+
+
+def test_a_mode_that_records_cuda_graphs_is_found() -> None:
+    modules = [nn.Linear(2, 2) for _ in range(4)]
+    modules[0].compile(mode="reduce-overhead")
+    modules[1].compile()
+    modules[2].compile(backend="eager")
+    wrapped = [torch.compile(nn.Linear(2, 2), mode=mode) for mode in ("max-autotune", "default")]
+    assert [records_cuda_graphs(module) for module in (*modules, *wrapped)] == [True, *[False] * 3, True, False]
 
 
 def test_the_store_of_the_default_group_is_found() -> None:
