@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import mmap
 import os
 import weakref
 from collections.abc import Callable, Iterator
@@ -21,6 +20,7 @@ from launcher.base.log import get_logger
 from launcher.base.units import format_bytes
 from launcher.comm.buffers import BufferPool
 from launcher.comm.streams import PASSED, Side, StreamEvent, Streams, streams_of
+from launcher.storage.store import aligned_buffer
 
 # ---- The accelerator of this machine, by those names of torch that hold for each kind ----
 
@@ -67,6 +67,8 @@ def offset_seed(device: torch.device, offset: int) -> None:
 # torch's `pin_memory` rounds each piece up to a power of two, which for a large model is up to twice the host memory
 # it should take. Memory that is registered with CUDA where it is takes what was asked for, rounded up to whole pages.
 
+_TOUCH_EVERY_BYTES = 1024  # a page has more; torch gives 32,768 elements to a thread, 32 MiB of these pages
+
 
 class PinnedMemory:
     """Registers memory with CUDA, each piece once; it is registered until it is freed."""
@@ -75,23 +77,19 @@ class PinnedMemory:
         self._has_failed = False
 
     def empty(self, num_bytes: int) -> torch.UntypedStorage:
-        """Return a storage of page-locked memory that no page shares with others. See `storage_of`."""
-        memory = mmap.mmap(-1, max(num_bytes, 1), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        memory.madvise(mmap.MADV_DONTFORK)  # a forked child would leave one of the two without what a copy brings
-        return self.storage_of(memoryview(memory)[:num_bytes])
+        """Return a storage of an `aligned_buffer`, page-locked; where CUDA refuses that, which is said once, pageable.
 
-    def storage_of(self, view: memoryview) -> torch.UntypedStorage:
-        """Return a storage of registered memory; where CUDA refuses that, which is said once, of the same, pageable.
-
-        view: writable; the storage keeps it.
+        Its pages are there: torch's threads touch them, each a part. CUDA would fault them in with one thread.
         """
-        memory = (ctypes.c_ubyte * len(view)).from_buffer(view)
+        memory = (ctypes.c_ubyte * num_bytes).from_buffer(aligned_buffer(num_bytes))
+        tensor = torch.frombuffer(memory, dtype=torch.uint8)
+        tensor[::_TOUCH_EVERY_BYTES].zero_()
         if not self._has_failed:
-            unregister = self._register(ctypes.addressof(memory), len(view))
+            unregister = self._register(tensor.data_ptr(), num_bytes)
             if unregister is not None:
-                # This is done before `memory`, which the storage holds, gives the view back: no one else has it yet.
+                # This is done before `memory`, which the storage holds, gives its own back: no one else has it yet.
                 weakref.finalize(memory, unregister).atexit = False  # the process takes its memory with it
-        return torch.frombuffer(memory, dtype=torch.uint8).untyped_storage()
+        return tensor.untyped_storage()
 
     def _register(self, address: int, num_bytes: int) -> Callable[[], object] | None:
         runtime = torch.cuda.cudart()

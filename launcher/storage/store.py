@@ -28,6 +28,7 @@ from launcher.base.units import format_bytes
 
 # O_DIRECT wants addresses, offsets and lengths in multiples of the disk's logical blocks: 512 or 4096 bytes.
 ALIGNMENT_BYTES = 4096
+_HUGE_PAGE_BYTES = 2 << 20  # of x86-64, and of ARM with pages of 4 KiB
 
 
 def padded(num_bytes: int) -> int:
@@ -36,7 +37,9 @@ def padded(num_bytes: int) -> int:
 
 
 def aligned_buffer(num_bytes: int) -> memoryview:
-    """Return `num_bytes` of zeroed memory at the start of a page; `torch.frombuffer` makes a tensor of it.
+    """Return `num_bytes` of zeroed memory at the start of a page, a huge one where it fills any.
+
+    `torch.frombuffer` makes a tensor of it.
 
     Rather ask for one large buffer and cut it: from 2 MiB on it is made of huge pages where the kernel has some, and a
     request in few pieces is quicker (2 to 3 times: `benchmarks/nvme.py`).
@@ -44,11 +47,15 @@ def aligned_buffer(num_bytes: int) -> memoryview:
     The memory goes back to the system with the last view or tensor of it. Forked children do not have it: while a
     direct read is under way, fork would leave one of the two processes without the bytes (open(2), "O_DIRECT").
     """
-    memory = mmap.mmap(-1, max(padded(num_bytes), ALIGNMENT_BYTES), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    whole_bytes = max(padded(num_bytes), ALIGNMENT_BYTES)
+    # The kernel may begin a mapping at any page. What lies before the first huge one is never touched.
+    spare_bytes = _HUGE_PAGE_BYTES if whole_bytes >= _HUGE_PAGE_BYTES else 0
+    memory = mmap.mmap(-1, spare_bytes + whole_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     memory.madvise(mmap.MADV_DONTFORK)
+    begin = -ctypes.addressof(ctypes.c_char.from_buffer(memory)) % _HUGE_PAGE_BYTES if spare_bytes else 0
     with contextlib.suppress(OSError):  # a kernel without huge pages
-        memory.madvise(mmap.MADV_HUGEPAGE)
-    return memoryview(memory)[:num_bytes]
+        memory.madvise(mmap.MADV_HUGEPAGE, begin, whole_bytes)  # not past the end: a last huge page would stick out
+    return memoryview(memory)[begin : begin + num_bytes]
 
 
 def is_aligned(view: memoryview) -> bool:

@@ -83,7 +83,7 @@ class Disk:
 
 def _aligned_storage(num_bytes: int, pinned: PinnedMemory | None) -> torch.UntypedStorage:
     if pinned is not None:
-        return pinned.storage_of(aligned_buffer(num_bytes))
+        return pinned.empty(num_bytes)
     return torch.frombuffer(aligned_buffer(num_bytes), dtype=torch.uint8).untyped_storage()
 
 

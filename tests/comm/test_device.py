@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 import re
 from dataclasses import dataclass
 from datetime import timedelta
@@ -14,6 +16,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from harness.logs import logged
+from harness.train.cudart import Cudart
 from harness.train.ranks import run_on_ranks
 from torch import nn
 
@@ -21,7 +24,7 @@ import launcher
 from launcher.activation.rng import CudaRNGStatesTracker
 from launcher.base.errors import EngineError
 from launcher.comm.communicator import GlooCommunicator, NcclCommunicator, SingleProcess, communicator_for
-from launcher.comm.device import DeviceRuntime, HostDeviceCopier, local_device, offset_seed
+from launcher.comm.device import DeviceRuntime, HostDeviceCopier, PinnedMemory, local_device, offset_seed
 from launcher.comm.groups import DEFAULT_TIMEOUT, init_distributed, world_group
 from launcher.comm.streams import Side, streams_of
 from launcher.monitor.meters import MemoryUse, PhaseTimer, memory_use
@@ -247,6 +250,39 @@ def _default_backend(rank: int, world_size: int) -> str:
 
 def test_real_ranks_choose_gloo() -> None:
     assert run_on_ranks(2, _default_backend) == ["GlooCommunicator"] * 2
+
+
+def _page_faults() -> dict[str, int]:
+    """Return the minor page faults of each thread of this process so far (proc(5), "stat")."""
+    tasks = Path("/proc/self/task").iterdir()
+    return {task.name: int((task / "stat").read_text().rpartition(")")[2].split()[7]) for task in tasks}
+
+
+def test_memory_is_faulted_in_by_torchs_threads_before_it_is_page_locked() -> None:
+    """`cudaHostRegister` faults in what is not there, with one thread."""
+    num_bytes, num_pages = 64 << 20, (64 << 20) // mmap.PAGESIZE
+    resident = (ctypes.c_ubyte * num_pages)()
+    seen: list[tuple[int, set[str]]] = []
+
+    class Seeing(Cudart):
+        def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+            assert ctypes.CDLL(None).mincore(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), resident) == 0
+            now = _page_faults()
+            seen.append((sum(resident), {task for task, faults in now.items() if faults > before.get(task, 0)}))
+            return super().cudaHostRegister(address, num_bytes, flags)
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.zeros(2**20)  # the threads are there
+        before = _page_faults()
+        with mock.patch.object(torch.cuda, "cudart", return_value=Seeing()):
+            storage = PinnedMemory().empty(num_bytes)
+    finally:
+        torch.set_num_threads(threads)
+    ((num_resident, tasks),) = seen
+    assert (storage.nbytes(), num_resident) == (num_bytes, num_pages)
+    assert len(tasks) >= 2
 
 
 def _num_links(rank: int, world_size: int) -> tuple[int, bool]:

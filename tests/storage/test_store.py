@@ -325,6 +325,12 @@ def test_aligned_memory_is_zeroed_at_a_page_and_private() -> None:
     assert len(base) == 3 * ALIGNMENT_BYTES
 
 
+def test_large_memory_begins_at_a_huge_page_whatever_its_length() -> None:
+    """One that is not whole there is made of small pages."""
+    held = [aligned_buffer((5 << 20) + number * ALIGNMENT_BYTES) for number in range(1, 8)]
+    assert {ctypes.addressof(ctypes.c_char.from_buffer(each)) % (2 << 20) for each in held} == {0}
+
+
 def test_aligned_memory_is_not_for_forked_children_and_asks_for_huge_pages() -> None:
     memory = aligned_buffer(4 << 20)
     address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
