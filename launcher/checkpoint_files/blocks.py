@@ -10,7 +10,7 @@ import functools
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -187,15 +187,27 @@ class TensorFileWriter:
 
     def write(self, key: str, data: memoryview) -> None:
         """Write one tensor, once. data: its bytes in host memory. Raises: OSError."""
+        self.write_pieces(key, [data])
+
+    def write_pieces(self, key: str, pieces: Iterable[memoryview]) -> None:
+        """Write one tensor, once. Raises: OSError.
+
+        pieces: its bytes in host memory, front to back; all but the last have whole blocks. Each is done with when the
+        next one is asked for.
+        """
         entry = self.entries[key]
-        if data.nbytes != entry.num_bytes:
-            raise ValueError(f"{key} has {data.nbytes} bytes, {entry.num_bytes} were planned")
-        digests = bytearray()
-        for start in range(0, data.nbytes, BLOCK_BYTES):
-            block = data[start : start + BLOCK_BYTES]
-            digests += xxhash.xxh3_64_digest(block)
-            _write_all(self._file, block, entry.start + start)
-            self._write_behind(range(entry.start + start, entry.start + start + block.nbytes))
+        digests, place = bytearray(), entry.start
+        for data in pieces:
+            for start in range(0, data.nbytes, BLOCK_BYTES):
+                block = data[start : start + BLOCK_BYTES]
+                if place + block.nbytes > entry.stop:
+                    raise ValueError(f"{key} has more than the {entry.num_bytes} bytes that were planned")
+                digests += xxhash.xxh3_64_digest(block)
+                _write_all(self._file, block, place)
+                self._write_behind(range(place, place + block.nbytes))
+                place += block.nbytes
+        if place != entry.stop:
+            raise ValueError(f"{key} has {place - entry.start} bytes, {entry.num_bytes} were planned")
         self._blocks[key] = bytes(digests)
 
     def _write_behind(self, written: range) -> None:

@@ -151,6 +151,11 @@ class HostDeviceCopier:
         self._streams = Streams() if streams is None else streams
         self._pinned = PinnedMemory() if device.type == "cuda" else None
 
+    @property
+    def is_async(self) -> bool:
+        """Whether a copy may still be under way when `copy` returns."""
+        return self._streams.is_async
+
     def empty(self, numel: int, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
         """Return host memory, 1-D; pinned memory is what a GPU copies from and to without blocking the host."""
         if self._pinned is None or not is_pinned or not numel:

@@ -24,6 +24,7 @@ from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, RunStat
 from launcher.checkpoint.load import READ_TIMEOUT_S, Target, groups_for, load_parameters
 from launcher.checkpoint.saving.contents import UnitContents, contents_of, writer_index
 from launcher.checkpoint.saving.save import BackgroundSaver, Encoded, RankData, Save, SaveRequest, SharedData
+from launcher.checkpoint.saving.staging import Copies, CopyRoom
 from launcher.checkpoint.values.rng import restore_rng, rng_state
 from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag
@@ -91,7 +92,7 @@ class Checkpoints:
         self._section = parts.settings.checkpoint
         self._rank, self._world_size = parts.mesh.world.rank, parts.mesh.world.world_size
         self._is_rank0 = self._rank == 0
-        self._saver = BackgroundSaver(is_rank0=self._is_rank0)
+        self._saver = BackgroundSaver(CopyRoom(parts.group.copier), is_rank0=self._is_rank0)
         self._has_warned_of_data = False
 
     # ---- save ----
@@ -105,7 +106,7 @@ class Checkpoints:
         if self._parts.sharded.delayed is not None or self._parts.mesh.pipeline is not None:
             exchange.all_succeeded(None)  # what follows is collective then: a rank that saves alone would hang in it
         self._parts.sharded.synchronize_parameters()
-        saving = Save(self._request(root, tag, saves_latest), exchange)
+        saving = Save(self._request(root, tag, saves_latest), exchange, self._parts.group.copier)
         try:
             data, shared = self._collected(client_state, excludes_frozen=excludes_frozen)
         except Exception as error:
@@ -117,7 +118,7 @@ class Checkpoints:
             return
         copies, failure = None, None
         try:
-            copies = self._saver.copy(data.contents)
+            copies = self._saver.room.copy(data.contents)
         except Exception as error:  # noqa: BLE001  # no memory, a disk: the other ranks wait for this one's report
             failure = error_text(error)
         self._saver.start(functools.partial(self._write, saving, data, shared, copies, failure))
@@ -139,7 +140,7 @@ class Checkpoints:
         saving: Save,
         data: RankData,
         shared: SharedData,
-        copies: Mapping[str, Tensor] | None = None,
+        copies: Copies | None = None,
         failure: str | None = None,
     ) -> None:
         """Write, maybe in a thread that outlives the engine. failure: why this rank has nothing to write."""

@@ -594,6 +594,7 @@ class UnitParameters:
             if keeps_bits:
                 self.sync_external_writes()
             else:
+                self.group.streams.join(Side.TO_HOST)  # an asynchronous save may still copy the master
                 with self.offloaded.on_device(writes=True):
                     self.master.copy_(self._own_flat)
                 self.renew_copy()
@@ -620,6 +621,7 @@ class UnitParameters:
         if self.pending is not None:
             self.pending.wait()
         own = own.to(self.master.device)
+        self.group.streams.join(Side.TO_HOST)  # see `refresh`
         with self.offloaded.on_device(writes=True):
             is_edited = own != self.master.to(own.dtype)
             if self.group.runtime.is_async_device or is_edited.any():  # to ask would be to wait for the device

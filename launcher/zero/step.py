@@ -16,6 +16,7 @@ from launcher.comm import pending
 from launcher.comm.groups import RankGroup
 from launcher.comm.hosts import AsyncHostCopy, any_rank, host_all_reduce_max
 from launcher.comm.mesh import ParallelMesh
+from launcher.comm.streams import Side
 from launcher.config.policies import Place, ZeroPolicy
 from launcher.kernels.api import DeviceScale
 from launcher.kernels.cpu import part_of_threads
@@ -377,6 +378,7 @@ def step_units(
         # Raised when all ranks know of it: a rank that left alone would have the others wait for it.
         next((error for unit in trained if (error := unit.find_lost()) is not None), None),
     )
+    mesh.data.streams.join(Side.TO_HOST)  # an asynchronous save may still copy what is going to be updated
     for unit in trained:
         unit.sync_external_writes()
         unit.forget_lost()

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
 from launcher.comm.mesh import ParallelMesh
+from launcher.comm.streams import Side
 from launcher.config.policies import Place, ZeroPolicy
 from launcher.optim.api import ParamShard, UnitOptimizer
 from launcher.sharding.layout import ParamSlot, UnitLayout
@@ -196,6 +197,8 @@ class FlatUnit:
         if self.params.pending is not None:
             self.params.pending.wait()
         if self.swap is None:
+            if writes:
+                self.group.streams.join(Side.TO_HOST)  # an asynchronous save may still copy them
             with self.params.offloaded.on_device(writes=writes):
                 yield
             return

@@ -23,6 +23,7 @@ from launcher.checkpoint.saving.contents import Item, UnitContents
 from launcher.checkpoint.saving.save import Encoded, RankData, Save, SaveRequest, SharedData
 from launcher.checkpoint_files.manifest import MANIFEST
 from launcher.checkpoint_files.place import Place, place_of
+from launcher.comm.device import HostDeviceCopier
 from launcher.sharding.layout import ParamInfo, layout_unit
 
 
@@ -50,7 +51,8 @@ def write_checkpoint(source: CheckpointSource, root: Place, tag: str, facts: Map
     scratch = _Scratch()
     contents = [_of_param(source, name, stored, scratch) for name, stored in source.params.items()]
     shared = {"precision": most_used_dtype(source), "buffers": sorted(source.state.buffers), "excluded": [], **facts}
-    saving = Save(SaveRequest(root, tag, source.state.global_steps), Exchange(None, "import"))
+    in_host_memory = HostDeviceCopier(torch.device("cpu"))
+    saving = Save(SaveRequest(root, tag, source.state.global_steps), Exchange(None, "import"), in_host_memory)
     run = Encoded.of(vars(source.state), "the run's state", copies=False)
     saving.agree()
     private = Encoded.of({}, "rank 0", copies=False)

@@ -28,14 +28,15 @@ class Item:
     held: Tensor  # what this rank has, live; it may have no memory at the moment
     part: slice | None  # of `held`, 1-D, that is written; None: all of it, in its shape
     elements: range  # of the flattened parameter
+    is_exposed: bool = False  # memory of a parameter, which a script may write to at any time
 
     @property
     def dtype(self) -> torch.dtype:
         return self.held.dtype
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        return tuple(self.held.shape) if self.part is None else (self.part.stop - self.part.start,)
+    def shape(self) -> torch.Size:
+        return self.held.shape if self.part is None else torch.Size((self.part.stop - self.part.start,))
 
     @property
     def values(self) -> Tensor:
@@ -103,11 +104,12 @@ def _of_unit(unit: FlatUnit, optimizer: FlatOptimizer | None, mesh: ParallelMesh
     contents = UnitContents(layout, in_memory=unit.readable)
     is_trained = unit.grads is not None and optimizer is not None
     values = unit.params.master
+    is_exposed = values is unit.params.shard and not unit.params.placement.is_offloaded
     states = optimizer.states_of_unit(unit.index) if is_trained and optimizer is not None else {}
     for slot, shared in _written(layout, mesh):
         elements = _elements(slot, shared)
         place = slice(shared.start - unit.owned.start, shared.stop - unit.owned.start)
-        contents.items.append(Item(f"weight/{slot.name}", values, place, elements))
+        contents.items.append(Item(f"weight/{slot.name}", values, place, elements, is_exposed))
         for piece in states.get(slot.name, ()):
             _add_states(contents, slot, piece, elements)
     return contents
@@ -154,5 +156,5 @@ def _others(model: nn.Module, mesh: ParallelMesh) -> Iterator[UnitContents]:
                 params[slot.name].detach().reshape(-1),
                 slice(shared.start - slot.offset, shared.stop - slot.offset),
             )
-            contents.items.append(Item(f"weight/{slot.name}", flat, part, _elements(slot, shared)))
+            contents.items.append(Item(f"weight/{slot.name}", flat, part, _elements(slot, shared), is_exposed=True))
         yield contents

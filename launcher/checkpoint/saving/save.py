@@ -10,10 +10,12 @@ from __future__ import annotations
 import base64
 import contextlib
 import datetime
+import itertools
 import json
+import operator
 import threading
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ from launcher.checkpoint.deepspeed_files.plan import Plan
 from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.saving.contents import UnitContents
+from launcher.checkpoint.saving.staging import Copies, CopyRoom, live_tensors, staged
 from launcher.checkpoint.values import tree
 from launcher.checkpoint.values.layout_json import layouts_to_json
 from launcher.checkpoint.values.tree import bytes_of, dtype_name
@@ -49,6 +52,7 @@ from launcher.checkpoint_files.folder import (
 )
 from launcher.checkpoint_files.manifest import MANIFEST, FileRecord, Manifest, read_manifest
 from launcher.checkpoint_files.place import Place, place_of
+from launcher.comm.device import HostDeviceCopier
 
 # ---- DeepSpeed's files beside ours ----
 # DeepSpeed divides parameters otherwise than units are divided: a rank reads its part from the files that all ranks
@@ -137,8 +141,10 @@ class _Written:
 class Save:
     """One save on this rank. `agree`, then `write`; both are called by every rank, the second maybe in a thread."""
 
-    def __init__(self, request: SaveRequest, exchange: Exchange) -> None:
+    def __init__(self, request: SaveRequest, exchange: Exchange, copier: HostDeviceCopier) -> None:
+        """copier: of the device that the tensors are on."""
         self._request = request
+        self._copier = copier
         self._exchange = exchange
         self._draft: Draft | None = None
         self._save_id = ""
@@ -219,12 +225,12 @@ class Save:
         self,
         data: RankData,
         shared: SharedData,
-        copies: Mapping[str, Tensor] | None = None,
+        copies: Copies | None = None,
         failure: str | None = None,
     ) -> Place:
         """Write this rank's files, and on rank 0 commit when all have. Returns the folder of the checkpoint.
 
-        copies: written in place of the live tensors, by key. failure: why this rank has nothing to write. Raises:
+        copies: written in place of the live tensors. failure: why this rank has nothing to write. Raises:
         CheckpointError on every rank where any rank could not write; what was saved before is as it was then.
         """
         written, error = None, failure
@@ -247,7 +253,7 @@ class Save:
             raise CheckpointError(f"{self._request.tag} {outcome}", where=str(self._request.root))
         return self.draft.root / self.draft.tag
 
-    def _write_rank(self, data: RankData, copies: Mapping[str, Tensor] | None) -> _Written:
+    def _write_rank(self, data: RankData, copies: Copies | None) -> _Written:
         stem = f"rank-{self._exchange.rank:05}"
         tensors_name, facts_name = self.draft.file(stem, ".safetensors"), self.draft.file(stem, ".json")
         plain, private = data.private.plain, data.private.tensors
@@ -259,10 +265,12 @@ class Save:
         writer = TensorFileWriter(path, tensors, {"ranges": json.dumps(ranges), "rank": str(self._exchange.rank)})
         with contextlib.closing(writer):
             if copies is None:
-                for key, tensor in live_tensors(data.contents):
-                    writer.write(key, bytes_of(tensor))
+                arriving = staged(live_tensors(data.contents), self._copier)
+                for key, pieces in itertools.groupby(arriving, key=operator.itemgetter(0)):
+                    writer.write_pieces(key, (piece for _, piece in pieces))
             else:
-                for key, tensor in copies.items():
+                copies.arrival.synchronize()
+                for key, tensor in copies.tensors.items():
                     writer.write(key, bytes_of(tensor))
             for key, tensor in private.items():
                 writer.write(f"private/{key}", bytes_of(tensor))
@@ -418,14 +426,6 @@ class Save:
         return self._exchange.all_succeeded(error, timeout_s=WRITE_TIMEOUT_S)
 
 
-def live_tensors(contents: list[UnitContents]) -> Iterator[tuple[str, Tensor]]:
-    """Yield key and values of what is written, unit by unit: what is on disk is in memory around its own turn only."""
-    for unit in contents:
-        with unit.in_memory():
-            for item in unit.items:
-                yield item.key, item.values
-
-
 def _described(dtype: torch.dtype, shape: Sequence[int]) -> tuple[str, tuple[int, ...]]:
     if dtype not in FILE_DTYPES:
         raise CheckpointError(f"tensors of type {dtype} cannot be saved")
@@ -470,33 +470,17 @@ def _listed(values: list[str]) -> str:
 
 
 # ---- Beside the training ----
-# At most one save is in flight. The copies take as many bytes as this rank's files, and are kept for the next save.
+# At most one save is in flight. Its copies take as many bytes as this rank's files, and are kept for the next save.
 
 
 class BackgroundSaver:
     """Writes copies in a thread."""
 
-    def __init__(self, *, is_rank0: bool) -> None:
+    def __init__(self, room: CopyRoom, *, is_rank0: bool) -> None:
+        self.room = room
         self._is_rank0 = is_rank0
-        self._copies: dict[str, Tensor] = {}
         self._thread: threading.Thread | None = None
         self._error: CheckpointError | None = None
-
-    def copy(self, contents: list[UnitContents]) -> dict[str, Tensor]:
-        """Return copies of what is written, in host memory; their values are there when this returns."""
-        copies: dict[str, Tensor] = {}
-        devices = set()
-        for key, tensor in live_tensors(contents):
-            kept = self._copies.get(key)
-            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
-            copies[key] = kept.copy_(tensor, non_blocking=True)
-            if tensor.device.type != "cpu":
-                devices.add(tensor.device)
-        for device in devices:
-            torch.accelerator.synchronize(device)
-        self._copies = copies
-        return copies
 
     def start(self, write: Callable[[], object]) -> None:
         """Run `write` in a thread; the process does not end before it has. The save before must have ended."""
