@@ -93,6 +93,7 @@ def _current() -> _Keeper:
     global _keeper
     settings = settings_in_force()
     if _keeper is None or _keeper.settings != settings:
+        reset()
         _keeper = _Keeper(settings)
     return _keeper
 
@@ -100,6 +101,8 @@ def _current() -> _Keeper:
 def reset() -> None:
     """Give the contiguous buffers back, after forwards without a backward. Inputs that are still kept stay valid."""
     global _keeper
+    if _keeper is not None:
+        _keeper.inputs.end()
     _keeper = None
 
 

@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from launcher.activation.offloaded import CallInputs, HostRows, OffloadedInput, OffloadedInputs
 from launcher.activation.settings import ActivationSettings
 from launcher.base.errors import EngineAssertionError, EngineError
+from launcher.comm.device import DeviceRuntime, HostDeviceCopier, local_device
 from launcher.comm.groups import RankGroup
 
 
@@ -24,7 +26,7 @@ class _Kept:
     elements: Tensor  # 1-D: all of them, or the group's part of this rank
     shape: torch.Size
     stride: tuple[int, ...]
-    device: torch.device
+    away: OffloadedInput | None = None  # where the elements are in host memory
 
 
 class SavedInputs:
@@ -40,8 +42,11 @@ class SavedInputs:
         group = settings.group
         shares = settings.partition_activations and group is not None and group.world_size > 1
         self._group: RankGroup | None = group if shares else None
-        self._in_cpu = settings.checkpoint_in_cpu
-        self._buffers = ContiguousBuffers(settings.num_checkpoints or 0) if settings.contiguous_checkpointing else None
+        runtime = DeviceRuntime(local_device())
+        self._offloaded = OffloadedInputs(runtime) if settings.checkpoint_in_cpu else None
+        self._host_rows = HostRows(runtime.copier)
+        num_rows, is_contiguous = settings.num_checkpoints or 0, settings.contiguous_checkpointing
+        self._buffers = ContiguousBuffers(num_rows, runtime.copier) if is_contiguous else None
 
     @property
     def is_partitioned(self) -> bool:
@@ -51,44 +56,74 @@ class SavedInputs:
     @contextlib.contextmanager
     def kept(self) -> Iterator[None]:
         """Return the context of one call of `torch.utils.checkpoint`: what it saves inside are the inputs."""
-        if self._group is None and self._buffers is None and not self._in_cpu:
+        if self._group is None and self._buffers is None and self._offloaded is None:
             yield
             return
         positions = itertools.count()
-        with saved_tensors_hooks(lambda tensor: self._pack(tensor, positions), self._unpack):
+        call = None if self._offloaded is None else self._offloaded.begin_call()
+        with saved_tensors_hooks(lambda tensor: self._pack(tensor, positions, call), self._unpack):
             yield
 
-    def _pack(self, tensor: Tensor, positions: Iterator[int]) -> Tensor | _Kept:
+    def end(self) -> None:
+        """Keep nothing more. What is kept stays valid."""
+        if self._offloaded is not None:
+            self._offloaded.end()
+
+    def _pack(self, tensor: Tensor, positions: Iterator[int], call: CallInputs | None) -> Tensor | _Kept:
         if not tensor.is_floating_point() or isinstance(tensor, nn.Parameter) or not tensor.numel():
             return tensor
         with torch.no_grad():
             elements, stride = _in_memory_order(tensor)
             if self._group is not None:
                 elements = _own_part(self._group, elements)
-            in_cpu = self._in_cpu and tensor.device.type != "cpu"
-            device = torch.device("cpu") if in_cpu else tensor.device
+            if call is not None and self._offloaded is not None and self._offloaded.takes(tensor):
+                own = elements if self._group is not None else _own_copy(elements)
+                return self._sent(self._offloaded, call, own, (tensor.shape, stride), next(positions))
             if self._buffers is not None:
-                key = _Key(next(positions), elements.numel(), elements.dtype, device, is_pinned=in_cpu)
-                row = self._buffers.take(key)
-                kept = _Kept(row.copy_(elements, non_blocking=True), tensor.shape, stride, tensor.device)
-                self._buffers.give_back_after(kept, key)
+                key = _Key(next(positions), elements.numel(), elements.dtype, tensor.device)
+                kept = _Kept(self._buffers.take(key).copy_(elements), tensor.shape, stride)
+                self._buffers.give_back_after(kept, kept.elements, key)
                 return kept
-            if in_cpu:
-                elements = torch.empty_like(elements, device=device, pin_memory=True).copy_(elements, non_blocking=True)
-            elif self._group is None:
+            if self._group is None:
                 return tensor  # it is in host memory already
-            return _Kept(elements, tensor.shape, stride, tensor.device)
+            return _Kept(elements, tensor.shape, stride)
+
+    def _sent(
+        self,
+        offloaded: OffloadedInputs,
+        call: CallInputs,
+        elements: Tensor,
+        layout: tuple[torch.Size, tuple[int, ...]],
+        position: int,
+    ) -> _Kept:
+        if self._buffers is None:
+            row = self._host_rows.take(elements.numel(), elements.dtype)
+            away = offloaded.send(call, elements, row)
+            self._host_rows.give_back_after(away, row)
+        else:
+            key = _Key(position, elements.numel(), elements.dtype, torch.device("cpu"), is_pinned=True)
+            row = self._buffers.take(key)
+            away = offloaded.send(call, elements, row)
+            self._buffers.give_back_after(away, row, key)
+        return _Kept(row, *layout, away)
 
     def _unpack(self, kept: Tensor | _Kept) -> Tensor:
         if isinstance(kept, Tensor):
             return kept
         with torch.no_grad():
-            elements = kept.elements.to(kept.device, non_blocking=True)
+            elements = kept.elements
+            if kept.away is not None and self._offloaded is not None:
+                elements = self._offloaded.bring(kept.away)
             if self._group is not None:
                 elements = _whole(self._group, elements)
-            elif elements is kept.elements:
+            elif kept.away is None:
                 elements = elements.clone()  # a function may change its input, or keep it longer than we keep the row
             return elements.as_strided(kept.shape, kept.stride)
+
+
+def _own_copy(elements: Tensor) -> Tensor:
+    """Return a copy on the device: the function may write to its input before that has been read."""
+    return elements.clone()
 
 
 def _in_memory_order(tensor: Tensor) -> tuple[Tensor, tuple[int, ...]]:
@@ -130,22 +165,27 @@ class _Key:
     numel: int
     dtype: torch.dtype
     device: torch.device
-    is_pinned: bool
+    is_pinned: bool = False
 
 
 class ContiguousBuffers:
     """One piece of memory for each kind of input, with a row for each checkpoint: none of it fragments the rest."""
 
-    def __init__(self, num_rows: int) -> None:
+    def __init__(self, num_rows: int, copier: HostDeviceCopier) -> None:
+        """copier: has the memory of rows that are pinned."""
         self._num_rows = num_rows
+        self._copier = copier
         self._free: dict[_Key, list[Tensor]] = {}
 
     def take(self, key: _Key) -> Tensor:
         """Return a free row, 1-D. Raises: EngineError when there is none."""
         if key not in self._free:
-            shape = (self._num_rows, key.numel)
-            buffer = torch.empty(shape, dtype=key.dtype, device=key.device, pin_memory=key.is_pinned)
-            self._free[key] = list(buffer)
+            numel = self._num_rows * key.numel
+            if key.is_pinned:
+                buffer = self._copier.empty(numel, key.dtype, is_pinned=True)
+            else:
+                buffer = torch.empty(numel, dtype=key.dtype, device=key.device)
+            self._free[key] = list(buffer.view(self._num_rows, key.numel))
         if not self._free[key]:
             raise EngineError(
                 f"activation_checkpointing: number_checkpoints is {self._num_rows}, and one more input of"
@@ -154,6 +194,6 @@ class ContiguousBuffers:
             )
         return self._free[key].pop()
 
-    def give_back_after(self, kept: _Kept, key: _Key) -> None:
-        """Free the row of `kept` once autograd has dropped it."""
-        weakref.finalize(kept, self._free[key].append, kept.elements).atexit = False
+    def give_back_after(self, owner: object, row: Tensor, key: _Key) -> None:
+        """Free a row once its owner has gone, which autograd drops."""
+        weakref.finalize(owner, self._free[key].append, row).atexit = False
