@@ -33,7 +33,7 @@ from launcher.comm.groups import (
     has_own_reduce_group,
     with_reduce_group,
 )
-from launcher.comm.hosts import node_names
+from launcher.comm.hosts import any_rank, node_names
 from launcher.comm.pending import drain
 from launcher.sharding.mesh import AXES, MeshSizes
 from launcher.sharding.pipeline import num_links
@@ -74,6 +74,12 @@ class ParallelMesh:
         For parameters of experts these are the ranks with the same experts as this one: the replica of that rank.
         """
         return rank if self.num_averaged is None else rank // (self.num_averaged // self.data.world_size)
+
+    def any_rank(self, condition: bool) -> bool:
+        """Whether a condition holds on any rank of the world. Collective."""
+        if self.data.runtime.is_async_device and self.data.world_size == self.world.world_size:
+            return any_rank(self.data, [condition])[0]  # between hosts: the device may be far behind
+        return any(self.world.communicator.gather_scalars(float(condition)))
 
     @property
     def model_part(self) -> int:

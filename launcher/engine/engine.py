@@ -512,7 +512,7 @@ class Engine(nn.Module):
         For loops whose length differs between ranks, such as generation at stage 3 (every forward needs all ranks):
         `while engine.any_rank(not done): ...` continues, on finished ranks too, until the last one has finished.
         """
-        return any(self._parts.mesh.world.communicator.gather_scalars(float(condition)))
+        return self._parts.mesh.any_rank(condition)
 
     def take_counters(self, state: RunState) -> None:
         """Continue counting where a checkpoint was saved; a sum of gradients that was not finished is not in it."""

@@ -198,6 +198,19 @@ def test_a_step_waits_for_nothing(stage: int, precision: str, has_kernel: bool) 
     assert run_on_ranks(2, _waits, small(stage, precision, unused=stage == 2), has_kernel, True) == [Counter()] * 2
 
 
+def _any_ranks(rank: int, world_size: int) -> tuple[list[bool], Counter[str]]:
+    waits = Waits()
+    with runs_behind_host():
+        engine = launcher.initialize(model=nn.Linear(2, 2), config={"train_batch_size": world_size})[0]
+        with waits.counting():
+            found = [engine.any_rank(rank == number) for number in range(world_size + 1)]
+    return found, waits.counts
+
+
+def test_ranks_tell_each_other_of_a_condition_without_their_devices() -> None:
+    assert run_on_ranks(3, _any_ranks) == [([True, True, True, False], Counter())] * 3
+
+
 def test_waits_are_counted_where_the_host_decides() -> None:
     counts = run_on_ranks(2, _waits, small(2, "bf16"), True, False)[0]
     assert counts["tolist"] == 4  # once a step
