@@ -18,13 +18,14 @@ from launcher.activation.blocks import recomputes as recomputes_itself
 from launcher.base.log import get_logger
 from launcher.base.progress import update_progress
 from launcher.comm import observe
+from launcher.comm.hosts import AsyncHostCopy
 from launcher.comm.observe import LogRules, start_log, stop_log
 from launcher.config.schema import Config
 from launcher.engine.parts import EngineParts
 from launcher.journal.rank import own_journal
 from launcher.journal.records import BACKWARD, COMMUNICATION, FORWARD, SAVE, UPDATE
 from launcher.journal.steps import StepClock, step_clock
-from launcher.monitor.curves import open_curves
+from launcher.monitor.curves import Curves, open_curves
 from launcher.monitor.flops import FlopCounter, ModelFlops, ProfileForm, ProfileTimes, peak_flops, profile_text
 from launcher.monitor.meters import GIB, LossReporter, MemoryUse, PhaseTimer, ThroughputTimer, memory_use
 from launcher.monitor.steps import StepEnd, StepRecorder
@@ -199,17 +200,13 @@ class Watch:
     def _write_curves(self, facts: StepFacts) -> None:
         self._num_done += 1
         is_due = self._num_done % self._window == 0
-        values: dict[str, float] = {}
-        if self.curves:
-            if facts.losses:
-                values["train_loss"] = torch.stack([loss.float() for loss in facts.losses]).mean().item()
-            values["lr"] = facts.lr
-            if facts.loss_scale is not None:
-                values["loss_scale"] = facts.loss_scale
+        values = {"lr": facts.lr}
+        if facts.loss_scale is not None:
+            values["loss_scale"] = facts.loss_scale
         if self._timer is not None and is_due:
             values |= self._report_times(facts.step, self._timer)
         if self.curves:
-            self.curves.write(values, facts.num_samples)
+            self._write_values(self.curves, facts, values)
         if self._memory:
             self._report_memory(facts.step, self._memory)
             self._memory.clear()
@@ -218,6 +215,17 @@ class Watch:
             self.profiled = self._profile.counted
             if self._profile.is_finished:
                 self._profile = None
+
+    def _write_values(self, curves: Curves, facts: StepFacts, values: dict[str, float]) -> None:
+        if not facts.losses:
+            curves.write(values, facts.num_samples)
+            return
+        loss = AsyncHostCopy(torch.stack([loss.float() for loss in facts.losses]).mean().double().reshape(1))
+        if not self._parts.group.runtime.is_async_device:
+            curves.write({"train_loss": loss.values()[0], **values}, facts.num_samples)
+            return
+        # A step later, when the device has passed this one: the host has read its norm.
+        curves.write_behind(lambda: {"train_loss": loss.values()[0], **values}, facts.num_samples)
 
     def _report_times(self, step: int, timer: PhaseTimer) -> dict[str, float]:
         """Log the mean time of each phase, and return it as curves in milliseconds."""

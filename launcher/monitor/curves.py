@@ -271,6 +271,7 @@ class Curves:
 
     def __init__(self, writers: Sequence[Writer]) -> None:
         self._writers = writers
+        self._behind: tuple[Callable[[], dict[str, float]], int] | None = None  # what is written before anything else
         if writers:
             atexit.register(self.close)
 
@@ -297,8 +298,20 @@ class Curves:
         """Add a point to each of the named curves."""
         self.write_points([Event(PREFIX + name, value, num_samples) for name, value in values.items()])
 
+    def write_behind(self, values: Callable[[], dict[str, float]], num_samples: int) -> None:
+        """Add what `values` returns, which may wait for a device, when the next points are added or all are closed."""
+        self._write_behind()
+        self._behind = (values, num_samples)
+
+    def _write_behind(self) -> None:
+        behind, self._behind = self._behind, None
+        if behind is not None:
+            values, num_samples = behind
+            self.write(values(), num_samples)
+
     def write_points(self, events: Sequence[Event]) -> None:
         """Add points of any curves."""
+        self._write_behind()
         for writer in self._writers:
             try:
                 writer.write(events)
@@ -308,6 +321,7 @@ class Curves:
 
     def close(self) -> None:
         """Bring all points home."""
+        self._write_behind()
         writers, self._writers = self._writers, ()
         for writer in writers:
             writer.close()

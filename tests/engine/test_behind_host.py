@@ -9,6 +9,7 @@ import contextlib
 import math
 from collections import Counter
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 from unittest import mock
 
@@ -178,6 +179,28 @@ def test_unused_parameters_that_are_not_accepted_are_refused_before_the_update()
 
 
 # ---- what the host waits for ----
+
+
+def _curves(rank: int, world_size: int, folder: str, is_behind: bool) -> tuple[Counter[str], list[str]]:
+    """Return what steps with curves wait for, and the curve of the loss as the file has it before the last one."""
+    case, waits = small(1, "bf16"), Waits()
+    section = {"csv_monitor": {"enabled": True, "output_path": folder, "job_name": f"behind {is_behind}"}}
+    with runs_behind_host(ReferenceKernel()) if is_behind else contextlib.nullcontext():
+        engine = launcher.initialize(model=make_model(case), config={**case.config(world_size), **section})[0]
+        for ((tokens, targets),) in micro_batches(case):
+            engine.backward(engine(tokens, targets))
+            with waits.counting():
+                engine.step()
+    engine.monitor.close()
+    [path] = Path(folder, f"behind {is_behind}").glob("*train_loss*.csv")
+    return waits.counts, path.read_text().splitlines()
+
+
+def test_curves_have_the_loss_of_each_step_and_no_step_waits_for_its_own(tmp_path: Path) -> None:
+    [(counts, found)], [(_, expected)] = (run_on_ranks(1, _curves, str(tmp_path), each) for each in (True, False))
+    assert counts == {"values": 3, "tolist": 3}, "of four steps, each with the loss of the one before"
+    assert len(found) == 1 + 4
+    assert found == expected
 
 
 def _waits(rank: int, world_size: int, case: Case, has_kernel: bool, is_behind: bool) -> Counter[str]:
