@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import re
 import threading
 import time
 from collections import defaultdict
@@ -24,30 +25,45 @@ if TYPE_CHECKING:  # it imports triton: 0.15 s that only those pay who count
 
 Clock = Callable[[], float]  # seconds
 _COUNT_AFTER_S = 10.0  # of training
-# Dense peak of 16-bit matrix products, FLOP/s, from the vendors' data sheets; the first name that is part of the
-# device's counts.
+# Dense peak of 16-bit matrix products, FLOP/s, from the vendors' data sheets; the first of these words that the
+# device's name has counts.
 PEAK_FLOPS_16BIT = {
+    "GB200": 2500e12,
     "B200": 2250e12,
+    "GH200": 989e12,
     "H200": 989e12,
     "H100 PCIe": 756e12,
+    "H100 NVL": 835e12,
     "H100": 989e12,
     "A100": 312e12,
     "A800": 312e12,
     "L40S": 362e12,
+    "L40": 181e12,
     "L4": 121e12,
     "A10": 125e12,
+    "A10G": 70e12,
     "V100": 125e12,
     "RTX 4090": 165e12,
     "T4": 65e12,
 }
+_OTHER_CHIPS = re.compile(r"\b(Laptop|Max-Q|MIG|RTX 4090 D)\b")
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float | None:
     """Return the peak of a device in this precision; None where it is not known."""
     if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((peak for part, peak in PEAK_FLOPS_16BIT.items() if part in name), None)
+    return peak_flops_of(torch.cuda.get_device_name(device))
+
+
+def peak_flops_of(name: str) -> float | None:
+    """Return the peak in 16 bits of a device as CUDA names it; None where it is not known.
+
+    "RTX A1000" is no A100, laptops have other chips under a name of the same words, and a MIG device is a part of one.
+    """
+    if _OTHER_CHIPS.search(name):
+        return None
+    return next((peak for word, peak in PEAK_FLOPS_16BIT.items() if re.search(rf"\b{word}\b", name)), None)
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from launcher.base.errors import EngineError
 from launcher.comm import observe
 from launcher.comm.observe import bandwidths_gbps
 from launcher.monitor.curves import Curves
+from launcher.monitor.flops import peak_flops_of
 from launcher.monitor.meters import memory_use
 
 WIDTH, BATCH, TIME = 16, 4, 8
@@ -119,6 +120,47 @@ def test_flops_are_those_of_the_formulas(tmp_path: Path) -> None:
     assert flops_of(text, "blocks ModuleList") == pytest.approx(MIX + ATTENTION + LINEAR, rel=1e-2)
     assert "depth 2: blocks.0 " in text
     assert re.search(r"head Linear +34 params +2.05 kFLOP", text)
+
+
+# As CUDA names devices, with the TFLOP/s of their data sheets in dense 16 bits.
+DEVICES = {
+    "NVIDIA B200": 2250,
+    "NVIDIA GB200": 2500,
+    "NVIDIA GH200 480GB": 989,
+    "NVIDIA H200": 989,
+    "NVIDIA H200 NVL": 989,
+    "NVIDIA H100 80GB HBM3": 989,
+    "NVIDIA H100 80GB HBM3 MIG 3g.40gb": None,
+    "NVIDIA H100 PCIe": 756,
+    "NVIDIA H100 NVL": 835,
+    "NVIDIA A100-SXM4-80GB": 312,
+    "NVIDIA A100-PCIE-40GB": 312,
+    "NVIDIA A100 80GB PCIe": 312,
+    "A100-SXM4-40GB": 312,
+    "NVIDIA A800-SXM4-80GB": 312,
+    "NVIDIA L40S": 362,
+    "NVIDIA L40": 181,
+    "NVIDIA L4": 121,
+    "NVIDIA A10": 125,
+    "NVIDIA A10G": 70,
+    "Tesla V100-SXM2-32GB": 125,
+    "Tesla T4": 65,
+    "NVIDIA GeForce RTX 4090": 165,
+    "NVIDIA GeForce RTX 4090 D": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+    "NVIDIA RTX A1000": None,
+    "NVIDIA RTX A1000 Laptop GPU": None,
+    "NVIDIA RTX A10000": None,
+    "NVIDIA T400 4GB": None,
+    "NVIDIA T4G": None,
+    "NVIDIA GeForce RTX 3090": None,
+    "AMD Instinct MI300X": None,
+}
+
+
+def test_the_peak_of_a_device_goes_by_whole_words_of_its_name() -> None:
+    peaks = {name: peak_flops_of(name) for name in DEVICES}
+    assert peaks == {name: None if peak is None else peak * 1e12 for name, peak in DEVICES.items()}
 
 
 def test_a_short_profile(tmp_path: Path) -> None:
