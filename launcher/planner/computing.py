@@ -239,7 +239,7 @@ class Script:
 
 
 def rehearsed_memory(one: RankRehearsal, context_bytes: int) -> RankMemory:
-    """Return what a rehearsed rank has at its peak, with CUDA's and NCCL's own."""
+    """Return what a rehearsed rank has at its peak, with CUDA's and its libraries' own."""
     peaks = [peak for phase, peak in one.peaks.items() if phase in PHASES_OF_STEP]
     most = max(peaks, key=lambda kinds: sum(kinds.values()) - kinds.get("host", 0))
     named = {"parameters", "gradients", "optimizer", "in flight", "host"}

@@ -9,12 +9,12 @@ from typing import Any
 from launcher.config.schema import Config
 from launcher.planner.memory import (
     CUDA_CONTEXT_BYTES,
-    NCCL_BYTES,
     RankMemory,
     Setting,
     Share,
     Workload,
     activation_bytes,
+    library_bytes,
     rank_memory,
 )
 from launcher.planner.model import ModelFacts, Parameter
@@ -229,10 +229,11 @@ def _row(model: ModelFacts, machines: Machines, setting: Setting, workload: Work
 
 
 def part_memory(part: RankPart, machines: Machines, setting: Setting, workload: Workload | None) -> RankMemory:
-    """Return what a pipeline rank needs, with CUDA's and NCCL's own. workload: None leaves activations out."""
+    """Return what a pipeline rank needs, with CUDA's and its libraries' own. workload: None leaves activations out."""
     memory = rank_memory(part.model, setting, machines.world_size)
-    has_nccl = machines.world_size > 1 and machines.context_bytes > 0  # on a GPU
-    context = machines.context_bytes + (NCCL_BYTES if has_nccl else 0)
+    context = machines.context_bytes
+    if context:  # on a GPU
+        context += library_bytes(part.model, setting, machines.world_size)
     activations, shape = 0, part.model.shape
     if workload is not None and shape is not None:
         own = replace(workload, num_sequence_ranks=setting.sizes.sequence)

@@ -14,7 +14,7 @@ from launcher.base.errors import UsageError
 from launcher.config.policies import DType, OffloadPolicy, Place, ZeroPolicy
 from launcher.planner.model import ModelFacts, TransformerShape
 from launcher.sharding.mesh import MeshSizes
-from launcher.sharding.pipeline import PipelinePlan
+from launcher.sharding.pipeline import PipelinePlan, num_links
 
 # Whole gradient buffers of stages 2 and 3 at once: those on their way to their owners, one being filled, and that of
 # the parameters beside the blocks, which backward meets first (output layer) and last (embedding).
@@ -25,7 +25,11 @@ UNITS_IN_MEMORY = 3
 MIB = 2**20
 # Rules of thumb for recent GPUs; docs/memory.md says how to find those of yours.
 CUDA_CONTEXT_BYTES = 600 * MIB
-NCCL_BYTES = 400 * MIB
+NCCL_BYTES = 400 * MIB  # of a communicator of several ranks
+NCCL_ALONE_BYTES = 200 * MIB  # of that of a rank without others, which `launch` starts, too
+CUBLAS_BYTES = 32 * MIB  # a workspace on Hopper; the thread of backward has one of its own
+# Triton's kernels find their elements by int32 for every so many, once for the update and once for the norm.
+_TABLES_BYTES, _TABLES_NUMEL = 2 * 4, 1024
 
 
 @dataclass(frozen=True)
@@ -101,7 +105,7 @@ class RankMemory:
     host: int = 0  # offloaded to host memory, and buffers between it and disk
     disk: int = 0
     activations: int = 0
-    context: int = 0  # CUDA context, NCCL
+    context: int = 0  # CUDA's own, and what libraries take
 
     @property
     def model_states(self) -> int:
@@ -120,6 +124,7 @@ def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMem
     model: what the ranks of one pipeline stage have; without a pipeline, all. world_size: all ranks.
     """
     mesh = setting.policy.mesh
+    owned = _owned_numel(model, setting, world_size)
     everything = model.part_of(setting.sizes.tensor)
     model = everything.with_part_of_experts(setting.sizes.expert)
     world_size = mesh.shard_ranks(world_size // setting.sizes.num_model_parts)
@@ -136,8 +141,6 @@ def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMem
     if not setting.trains:
         return RankMemory(parameters, 0, 0, in_flight, _whole(param_host), _whole(param_disk))
     offloads_optimizer = offload.optimizer is not Place.DEVICE
-    # All ranks together own each element once, also those of experts, which are sharded over fewer ranks each.
-    owned = everything.num_trainable / world_size if stage >= 1 else model.num_trainable
     ratio = offload.optimizer_ratio if offloads_optimizer else 0.0
     is_beside = offload.optimizer is offload.params and not offload.updates_beside
     kept = element.master + element.state * setting.states.average(model)
@@ -158,6 +161,50 @@ def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMem
         host=_whole(optimizer_host + param_host),
         disk=_whole(optimizer_disk + param_disk),
     )
+
+
+def _owned_numel(model: ModelFacts, setting: Setting, world_size: int) -> float:
+    """Return the elements that a rank updates."""
+    model = model.part_of(setting.sizes.tensor)
+    if setting.stage < 1:
+        return model.with_part_of_experts(setting.sizes.expert).num_trainable
+    # All ranks together own each element once, also those of experts, which are sharded over fewer ranks each.
+    return model.num_trainable / setting.policy.mesh.shard_ranks(world_size // setting.sizes.num_model_parts)
+
+
+def library_bytes(model: ModelFacts, setting: Setting, world_size: int) -> int:
+    """Return what NCCL, cuBLAS and the optimizer's kernel take on a GPU. Parameters: as of `rank_memory`."""
+    num_communicators = communicators(setting, world_size)
+    nccl = num_communicators * NCCL_BYTES if num_communicators else NCCL_ALONE_BYTES
+    if not setting.trains:
+        return nccl + CUBLAS_BYTES
+    offload = setting.policy.offload
+    updated = _owned_numel(model, setting, world_size)
+    if offload.optimizer is not Place.DEVICE:
+        updated *= 1 - offload.optimizer_ratio
+    return nccl + 2 * CUBLAS_BYTES + _whole(_TABLES_BYTES * updated / _TABLES_NUMEL)
+
+
+def communicators(setting: Setting, world_size: int) -> int:
+    """Return how many NCCL communicators of several ranks a rank has: those that `comm.mesh.build_mesh` makes."""
+    sizes, mesh = setting.sizes, setting.policy.mesh
+    data = world_size // sizes.model_size
+    groups = [world_size]  # gathers and reductions
+    if sizes.expert > 1:
+        groups += [sizes.expert, data // sizes.expert]
+    elif sizes.model_size > 1:
+        groups += [data * sizes.sequence, sizes.tensor, sizes.sequence, sizes.pipeline]
+        if sizes.pipeline > 1:
+            links = num_links(sizes.pipeline)
+            groups += [sizes.pipeline] * (links if links > 1 else 0)
+            groups.append(data * sizes.sequence * sizes.tensor)  # ranks with the same layers
+            groups += [sizes.pipeline * sizes.tensor] if sizes.tensor > 1 else []
+    for size in (mesh.shard_size, mesh.node_size):
+        if size is not None and size < data:
+            groups.append(size)
+    if mesh.shard_size is not None and mesh.shard_size < data:
+        groups.append(data // mesh.shard_size)
+    return sum(size > 1 for size in groups)
 
 
 def in_flight_bytes(model: ModelFacts, setting: Setting, world_size: int) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import mmap
+import os
 from typing import Any
 from unittest import mock
 
@@ -18,12 +20,23 @@ from harness.train.streams import modelled_streams
 from torch import nn
 
 from launcher.comm.device import HostDeviceCopier, PinnedMemory
+from launcher.comm.groups import RankGroup, world_group
+from launcher.comm.mesh import build_mesh
 from launcher.config.auto import AutoFacts, resolve_auto
 from launcher.config.load import load_config
-from launcher.config.policies import ZeroPolicy, zero_policy
-from launcher.planner.memory import GRADIENT_UNITS, REDUCING_UNITS, RankMemory, Setting, in_flight_bytes, rank_memory
+from launcher.config.policies import MeshPolicy, ZeroPolicy, zero_policy
+from launcher.planner.memory import (
+    GRADIENT_UNITS,
+    REDUCING_UNITS,
+    RankMemory,
+    Setting,
+    communicators,
+    in_flight_bytes,
+    rank_memory,
+)
 from launcher.planner.model import ModelFacts, Parameter
 from launcher.planner.settings import setting_of
+from launcher.sharding.mesh import MeshSizes
 from launcher.zero.partition import plan_units
 from launcher.zero.states import TORCH_DTYPES
 
@@ -320,3 +333,46 @@ def test_page_locked_memory_is_what_the_formula_says(stage: int, offload: dict[s
         assert planned.host <= num_bytes + states <= 1.02 * planned.host
         assert len(offsets) >= NUM_BLOCKS
         assert set(offsets) == {0}
+
+
+# ---- NCCL's communicators ----
+
+# Mesh, `mics_shard_size`, `zero_hpz_partition_size`.
+MESHES = {
+    "data": (MeshSizes(4), None, None),
+    "two copies of the shards": (MeshSizes(4), 2, None),
+    "second shards": (MeshSizes(4), None, 2),
+    "tensor": (MeshSizes(2, tensor=2), None, None),
+    "tensor alone": (MeshSizes(1, tensor=4), None, None),
+    "sequence": (MeshSizes(2, sequence=2), None, None),
+    "pipeline": (MeshSizes(2, pipeline=2), None, None),
+    "long pipeline": (MeshSizes(1, pipeline=4), None, None),
+    "pipeline of parts": (MeshSizes(1, pipeline=2, tensor=2), None, None),
+    "experts": (MeshSizes(4, expert=2), None, None),
+    "experts alone": (MeshSizes(4, expert=4), None, None),
+}
+
+
+def _num_communicators(rank: int, world_size: int) -> dict[str, int]:
+    """Return how many process groups of several ranks carry tensors of a GPU, for each mesh."""
+    found = {}
+    with runs_behind_host(), mock.patch.dict(os.environ, LAUNCH_REDUCE_GROUP="shared"):
+        for name, (sizes, shard_size, node_size) in MESHES.items():
+            mesh = build_mesh(world_group(), sizes, shard_size=shard_size, node_size=node_size)
+            values = [*vars(mesh).values(), *mesh.links]
+            values += [] if mesh.of_experts is None else vars(mesh.of_experts).values()
+            groups = [value for value in values if isinstance(value, RankGroup)]
+            assert all(group.reduce_process_group is None for group in groups)
+            found[name] = len({id(group.process_group) for group in groups if group.process_group is not None})
+    return found
+
+
+def test_each_communicator_of_an_engine_is_counted() -> None:
+    planned = {}
+    for name, (sizes, shard_size, node_size) in MESHES.items():
+        setting = setting_of(load_config(config(1, "bf16")).config, 4)
+        policy = dataclasses.replace(setting.policy, mesh=MeshPolicy(shard_size, node_size))
+        planned[name] = communicators(dataclasses.replace(setting, sizes=sizes, policy=policy), 4)
+    assert run_on_ranks(4, _num_communicators) == [planned] * 4
+    assert planned["data"] == 1
+    assert planned["pipeline of parts"] > 3

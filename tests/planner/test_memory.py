@@ -11,9 +11,22 @@ from hypothesis import strategies as st
 
 from launcher.base.errors import UsageError
 from launcher.config.schema import Config
-from launcher.planner.memory import GRADIENT_UNITS, REDUCING_UNITS, Setting, States, rank_memory
+from launcher.planner.estimate import Machines, RankPart, part_memory
+from launcher.planner.memory import (
+    CUBLAS_BYTES,
+    CUDA_CONTEXT_BYTES,
+    GRADIENT_UNITS,
+    NCCL_ALONE_BYTES,
+    NCCL_BYTES,
+    REDUCING_UNITS,
+    Setting,
+    Share,
+    States,
+    rank_memory,
+)
 from launcher.planner.model import ModelFacts, Parameter, parse_count, typical_model, typical_shape
 from launcher.planner.settings import at, in_precision, ladder, setting_of
+from launcher.sharding.mesh import MeshSizes
 
 P, N = 120_000_000, 4  # blocks are large enough to be units of their own
 NUM_BLOCKS = 10
@@ -68,6 +81,27 @@ def test_bytes_per_parameter(stage: int, precision: Config, expected: tuple[floa
     memory = rank_memory(MODEL, setting(stage, precision), N)
     assert (memory.parameters, memory.gradients, memory.optimizer) == tuple(P * each for each in expected)
     assert memory.host == memory.disk == 0
+
+
+def context(found: Setting, world_size: int = N, context_bytes: int = CUDA_CONTEXT_BYTES) -> int:
+    return part_memory(
+        RankPart(MODEL, Share()), Machines(1, world_size, context_bytes=context_bytes), found, None
+    ).context
+
+
+def test_libraries_count_by_communicator_thread_and_updated_element() -> None:
+    tables = 2 * 4 * P // 1024  # of every element, for the update and for the norm
+    of_all = CUDA_CONTEXT_BYTES + 2 * CUBLAS_BYTES
+    assert context(setting(0, world_size=1), 1) == of_all + NCCL_ALONE_BYTES + tables
+    assert context(setting(1)) == of_all + NCCL_BYTES + tables // N
+    assert context(setting(2, optimizer="cpu")) == of_all + NCCL_BYTES
+    mics = setting(3, mics_shard_size=2)
+    assert context(mics) == of_all + 3 * NCCL_BYTES + tables // 2, "all, those of a copy, those of an owned range"
+    in_parts = replace(setting(1), sizes=MeshSizes(2, tensor=2))
+    assert context(in_parts) == of_all + 3 * NCCL_BYTES + tables // 2 // 2
+    inference = replace(setting(0), trains=False)
+    assert context(inference) == CUDA_CONTEXT_BYTES + CUBLAS_BYTES + NCCL_BYTES
+    assert context(setting(1), context_bytes=0) == 0, "ranks train on CPUs"
 
 
 def test_an_optimizer_without_states_keeps_the_master_alone() -> None:

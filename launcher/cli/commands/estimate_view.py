@@ -16,7 +16,14 @@ from launcher.base.errors import Diagnostic
 from launcher.base.units import counted, format_bytes
 from launcher.cli.console.streams import echo_table
 from launcher.planner.estimate import Estimate, Row, advice, tightest
-from launcher.planner.memory import RankMemory, Setting
+from launcher.planner.memory import (
+    CUBLAS_BYTES,
+    NCCL_ALONE_BYTES,
+    NCCL_BYTES,
+    RankMemory,
+    Setting,
+    communicators,
+)
 from launcher.planner.settings import as_config
 from launcher.sharding.pipeline import PipelinePlan
 
@@ -167,12 +174,33 @@ def _usual_gpus(found: Estimate) -> list[str]:
 
 def _remarks(found: Estimate) -> list[str]:
     lines = [f"note: {note}" for note in found.model.notes]
+    lines += _sources(found)
     build = format_bytes(found.build_bytes)
     when = "training" if found.rows[0].setting.trains else "inference"
     lines.append(f"before {when}: {build} of each host's memory, where every rank builds the whole model in fp32")
     if any(row.refusals for row in (*found.rows, *found.ladder)):
         lines.append("* the engine of this release does not do this yet: launch config check says what it does")
     return lines
+
+
+def _sources(found: Estimate) -> list[str]:
+    """Say which columns tests hold to the engine, and what the context is made of."""
+    setting, context_bytes = found.rows[0].setting, found.machines.context_bytes
+    kept = "parameters, gradients, optimizer" if setting.trains else "parameters"
+    kept += ", activations of a GPT" if found.workload is not None else ""
+    lines = [f"measured by tests on CPUs: {kept}; the rest is reckoned"]
+    if not context_bytes:
+        return lines
+    num = communicators(setting, found.machines.world_size)
+    nccl = f"{counted(num, 'NCCL communicator')} of {format_bytes(NCCL_BYTES)}"
+    if not num:
+        nccl = f"an NCCL communicator without peers of {format_bytes(NCCL_ALONE_BYTES)}"
+    cublas = format_bytes(CUBLAS_BYTES * (2 if setting.trains else 1))
+    tables = ", the tables of the optimizer's kernel" if setting.trains else ""
+    return [
+        *lines,
+        f"context, by rules of thumb: {format_bytes(context_bytes)} of CUDA, {nccl}, {cublas} of cuBLAS{tables}",
+    ]
 
 
 def _words(setting: Setting) -> str:
