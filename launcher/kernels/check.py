@@ -5,6 +5,7 @@ An untested compiler, driver or GPU may compute wrong numbers without an error.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -62,6 +63,18 @@ def norm_problem(kernel: Kernel, device: torch.device) -> str | None:
     found = kernel.sum_of_squares([grad.to(device) for grad in grads]).cpu()
     error = _error(found.reshape(1), expected.reshape(1))
     return None if error <= _TOLERANCE else f"computes another norm than the reference: the difference is {error:.1e}"
+
+
+def edits_problem(take_edits: Callable[[Tensor, Tensor], None], dtype: torch.dtype, device: torch.device) -> str | None:
+    """Say what is wrong with what `take_edits` makes of a master; None: nothing is. dtype: of the values."""
+    for length in _LENGTHS:
+        master = _wave(length, 0.31).to(device)
+        values = torch.where(_wave(length, 0.7).to(device) > 0.9, 0.5, master).to(dtype)
+        expected = torch.where(values != master.to(dtype), values.float(), master)
+        take_edits(master, values)
+        if not torch.equal(master, expected):
+            return "takes over other values than torch"
+    return None
 
 
 def _device_scale(factor: float, *, skip: bool, device: torch.device) -> DeviceScale:

@@ -130,6 +130,24 @@ def sum_blocks_of_spans(
     tl.store(sums + 2 * tl.load(row + OUTPUT_ROW) + column, tl.sum(total))
 
 
+@triton.jit
+def take_edits(
+    master: tl.tensor, values: tl.tensor, numel: tl.tensor, IS_BF16: tl.constexpr, BLOCK: tl.constexpr
+) -> None:
+    """Write the values that are not the rounded master to it. values: bits of bf16 as int16, or fp16."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    exist = places < numel
+    before = tl.load(master + places, mask=exist, other=0.0)
+    found = tl.load(values + places, mask=exist, other=0)
+    if IS_BF16:
+        wide = ((found.to(tl.uint32) & 0xFFFF) << 16).to(tl.float32, bitcast=True)
+        rounded = (_bf16_bits(before).to(tl.uint32) << 16).to(tl.float32, bitcast=True)
+    else:
+        wide = found.to(tl.float32)
+        rounded = before.to(tl.float16).to(tl.float32)
+    tl.store(master + places, wide, mask=exist & (wide != rounded))
+
+
 # ---- one block ----
 
 
@@ -321,6 +339,14 @@ def _read(
 
 
 @triton.jit
+def _bf16_bits(values: tl.tensor) -> tl.tensor:
+    """Round fp32 to the nearest bf16, and to even; the bits of it as uint32."""
+    # In integers, so that the interpreter rounds as a GPU does: its own conversion truncates, and loses subnormals.
+    bits = values.to(tl.uint32, bitcast=True)
+    return tl.where(values == values, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+
+
+@triton.jit
 def _write(
     cell: tl.tensor,
     start: tl.tensor,
@@ -332,10 +358,7 @@ def _write(
 ) -> None:
     """Store fp32 values, rounded to nearest even, at the address in `cell`."""
     if DTYPE.is_bf16():
-        # In integers, so that the interpreter rounds as a GPU does: its own conversion truncates, and loses subnormals.
-        bits = values.to(tl.uint32, bitcast=True)
-        rounded = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        rounded = tl.where(values == values, rounded, 0x7FC0).to(tl.uint16)
+        rounded = _bf16_bits(values).to(tl.uint16)
         tl.store(_pointers(cell, start, lanes, tl.uint16, IS_PLAIN), rounded, mask=exist)
     else:
         tl.store(_pointers(cell, start, lanes, DTYPE, IS_PLAIN), values.to(DTYPE), mask=exist)

@@ -120,6 +120,23 @@ class TritonKernel:
             totals.append(partials.sum())
         return torch.stack(totals).sum()
 
+    def take_edits(self, master: Tensor, values: Tensor) -> None:
+        """Write to fp32 `master` the bf16 or fp16 `values` that differ from it rounded: 1-D, contiguous, of one length.
+
+        Where nothing differs nothing is written: 6 bytes an element are read.
+        """
+        is_bf16 = values.dtype == torch.bfloat16
+        numel, block = master.numel(), self._block_numel
+        with torch.cuda.device_of(master):
+            self._code.take_edits[(-(-numel // block),)](
+                master,
+                values.view(torch.int16) if is_bf16 else values,
+                numel,
+                IS_BF16=is_bf16,
+                BLOCK=block,
+                num_warps=_NUM_WARPS,
+            )
+
     def _launch(self, kernel: Any, part: _Part, tables: _Tables, *arguments: Tensor | float, **constants: str) -> None:
         """Start one program for each block of the spans of `part`."""
         if not len(tables.block_spans):
@@ -230,6 +247,28 @@ def triton_problem() -> str | None:
     """Say why there is no kernel, or return None where there is one."""
     kernel = find_triton_kernel()
     return kernel if isinstance(kernel, str) else None
+
+
+def take_edits(master: Tensor, values: Tensor) -> bool:
+    """Do what `TritonKernel.take_edits` does, where there is a kernel that does it right. Returns whether."""
+    if master.device.type != "cuda" or master.dtype != torch.float32:
+        return False
+    kernel = find_triton_kernel()
+    if isinstance(kernel, str) or values.dtype not in (torch.bfloat16, torch.float16):
+        return False
+    if _takes_edits(kernel, master.device, values.dtype) and master.numel():
+        kernel.take_edits(master, values)
+        return True
+    return False
+
+
+@cache
+def _takes_edits(kernel: TritonKernel, device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether a kernel does it right on a device, which is tried once and waited for."""
+    try:
+        return not check.edits_problem(kernel.take_edits, dtype, device)
+    except Exception:  # noqa: BLE001  # Triton's errors derive from Exception itself
+        return False
 
 
 @cache

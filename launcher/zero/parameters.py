@@ -42,7 +42,7 @@ from launcher.zero.host_copy import OffloadedUnit
 from launcher.zero.marks import Mark, split_of
 from launcher.zero.placement import ON_DEVICE, Placement
 from launcher.zero.states import TORCH_DTYPES, ParameterState
-from launcher.zero.tensors import digest
+from launcher.zero.tensors import digest, take_over_edits
 
 _unit_numbers = itertools.count()
 
@@ -623,9 +623,7 @@ class UnitParameters:
         own = own.to(self.master.device)
         self.group.streams.join(Side.TO_HOST)  # see `refresh`
         with self.offloaded.on_device(writes=True):
-            is_edited = own != self.master.to(own.dtype)
-            if self.group.runtime.is_async_device or is_edited.any():  # to ask would be to wait for the device
-                self.master.copy_(torch.where(is_edited, own.to(self.master.dtype), self.master))
+            if take_over_edits(self.master, own, asks=not self.group.runtime.is_async_device):
                 self.renew_copy()
 
     def note_access(self, *, is_in_thread: bool) -> None:

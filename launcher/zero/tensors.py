@@ -1,4 +1,4 @@
-"""Find the tensors in what modules take and return, and compare tensors between ranks."""
+"""Find the tensors in what modules take and return, compare tensors between ranks, and with their masters."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from launcher.kernels.triton_kernels import take_edits
 
 # Objects within objects: a cache of keys and values holds layers, which hold tensors.
 _MAX_OBJECT_DEPTH = 3
@@ -32,6 +34,20 @@ def digest(values: Tensor) -> Tensor:
     whole, rest = raw[:num_whole], raw[num_whole:]
     total = (whole if whole.storage_offset() % 8 == 0 else whole.clone()).view(torch.int64).sum() + rest.sum()
     return ((total ^ (total >> 12)) & (2**52 - 1)).double()  # fp64 holds 53 bits
+
+
+def take_over_edits(master: Tensor, values: Tensor, *, asks: bool) -> bool:
+    """Write to a master the values that differ from it rounded to their type; return whether it may have changed.
+
+    1-D, of one length, on one device. asks: whether there are any, for which the host waits.
+    """
+    if take_edits(master, values):
+        return True
+    is_edited = values != master.to(values.dtype)
+    if asks and not is_edited.any():
+        return False
+    master.copy_(torch.where(is_edited, values.to(master.dtype), master))
+    return True
 
 
 def _search(value: Any, seen: set[int], object_depth: int) -> Iterator[Tensor]:

@@ -8,6 +8,7 @@ import functools
 import operator
 import pickle
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -75,6 +76,37 @@ def test_writes_through_a_list_from_before_the_step_count(
         assert weight_distance(masters, expected) <= (1e-5 if precision == "fp32" else 2e-2)
         if precision == "bf16":
             assert max(value.abs().max().item() for value in masters.values()) == pytest.approx(LIMIT, rel=0.02)
+
+
+def _taken_by_the_kernel(rank: int, world_size: int, stage: int) -> tuple[int, list[float]]:
+    """Write through `data`, which autograd does not count, with a kernel that takes edits over: how often it does."""
+    masters: list[int] = []
+
+    def take(master: Tensor, values: Tensor) -> bool:
+        masters.append(master.numel())
+        assert values.dtype == torch.bfloat16
+        is_edited = values != master.bfloat16()
+        master[is_edited] = values[is_edited].float()
+        return True
+
+    engine = engine_of(build("Plain"), stage, world_size, bf16={"enabled": True})
+    (x, y), *_ = batches(1)
+    with mock.patch("launcher.zero.tensors.take_edits", take):
+        for _ in range(2):
+            engine.backward(engine(x.chunk(world_size)[rank].bfloat16(), y.chunk(world_size)[rank].bfloat16()))
+            engine.step()
+            _clamp(engine.module)
+        engine.backward(engine(x.chunk(world_size)[rank].bfloat16(), y.chunk(world_size)[rank].bfloat16()))
+        with mock.patch.object(torch, "where", side_effect=AssertionError):
+            engine._sharded.units[0].sync_external_writes()
+    largest = [unit.params.master.abs().max().item() for unit in engine._sharded.units]
+    return sum(masters), largest
+
+
+def test_a_kernel_takes_edits_over_where_there_is_one() -> None:
+    for num_taken, largest in run_on_ranks(2, _taken_by_the_kernel, 1):
+        assert num_taken > 0
+        assert max(largest) == pytest.approx(LIMIT, rel=0.02)
 
 
 class _Sliced(nn.Module):

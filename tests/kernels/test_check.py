@@ -17,9 +17,10 @@ from launcher.comm.buffers import BufferPool
 from launcher.comm.groups import world_group
 from launcher.engine.optimizer_plan import verified_kernel
 from launcher.kernels.api import Adagrad, Adam, DeviceScale, GradScale, Kernel, Lamb, Lion, Rule, Sgd, Span
-from launcher.kernels.check import SpanTypes, norm_problem, update_problem
+from launcher.kernels.check import SpanTypes, edits_problem, norm_problem, update_problem
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
+from launcher.kernels.triton_kernels import take_edits
 from launcher.optim.factory import OptimizerBackend, plan_from_config
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -130,3 +131,28 @@ def test_a_kernel_serves_where_all_is_in_fp32_too() -> None:
         backend = OptimizerBackend({"cuda": ReferenceKernel()}, BufferPool(shard.master.device))
         built = plan_from_config("AdamW", {}, nn.Linear(1, 1), None).build([shard], backend)
     assert built.label == "AdamW[torch reference]"
+
+
+def _takes_all(master: Tensor, values: Tensor) -> None:
+    master.copy_(values)
+
+
+def _takes_nothing(master: Tensor, values: Tensor) -> None:
+    pass
+
+
+def _takes_edits(master: Tensor, values: Tensor) -> None:
+    master.copy_(torch.where(values != master.to(values.dtype), values.float(), master))
+
+
+def test_what_takes_edits_over_is_compared_with_torch() -> None:
+    for dtype in (torch.bfloat16, torch.float16):
+        assert edits_problem(_takes_edits, dtype, CPU) is None
+        for wrong in (_takes_all, _takes_nothing):
+            assert edits_problem(wrong, dtype, CPU) == "takes over other values than torch"
+
+
+def test_edits_are_taken_over_on_the_device_of_the_kernel_alone() -> None:
+    master = torch.zeros(3)
+    assert not take_edits(master, torch.ones(3).bfloat16())
+    assert master.tolist() == [0.0] * 3

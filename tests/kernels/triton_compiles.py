@@ -65,3 +65,11 @@ def test_kernels_compile_and_move_16_bytes_at_a_time(compiled: list[Any], kind: 
     ]
     per_element = {"Adam": {4}, "Adagrad": {2}, "Lion": {1}, "Sgd": {4, 2}, "Lamb": {2}}[kind.__name__]
     assert set(fused) <= {16 * number for number in per_element}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_takes_edits_over_compiles(compiled: list[Any], dtype: torch.dtype) -> None:
+    triton.runtime.driver.set_active(AbsentGpu(90))
+    TritonKernel().take_edits(torch.zeros(5000), torch.zeros(5000, dtype=dtype))
+    [kernel] = compiled
+    assert kernel.asm["cubin"]

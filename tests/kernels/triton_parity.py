@@ -15,10 +15,11 @@ import numpy as np
 import pytest
 import torch
 from harness.train.spans import RULES, Shard, check_rounded, check_update, random_shard
+from torch import Tensor
 
 from launcher.kernels import triton_device, triton_kernels
 from launcher.kernels.api import Adam, DeviceScale, Lamb, Lion, Rule, Sgd, Span
-from launcher.kernels.check import SpanTypes, norm_problem, update_problem
+from launcher.kernels.check import SpanTypes, edits_problem, norm_problem, update_problem
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.triton_kernels import TritonKernel
 
@@ -100,12 +101,31 @@ def test_spans_of_other_dtypes_cost_a_launch_of_their_own(
     torch.testing.assert_close(sums.cpu(), expected, rtol=1e-6, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_rounding_is_to_nearest_even_bit_by_bit(kernel: TritonKernel, dtype: torch.dtype) -> None:
-    # Every 16-bit pattern, exactly, just beside it, at the tie with its neighbour and just beside that.
+def every_number(dtype: torch.dtype) -> Tensor:
+    """Return every 16-bit pattern as fp32: exactly, just beside it, at the tie with its neighbour, just beside that."""
     numbers = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16).view(dtype).float()
     low_bits = torch.tensor([0, 1, 0x0FFF, 0x1000, 0x1001, 0x7FFF, 0x8000, 0x8001, 0xFFFF], dtype=torch.int32)
-    master = (numbers.view(torch.int32)[:, None] | low_bits).flatten().view(torch.float32)
+    return (numbers.view(torch.int32)[:, None] | low_bits).flatten().view(torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_what_differs_from_the_rounded_master_is_taken_over(kernel: TritonKernel, dtype: torch.dtype) -> None:
+    master = every_number(dtype)
+    values = master.to(dtype)
+    values[::7], values[::11], values[::1001] = 0.5, -0.0, torch.nan
+    expected = torch.where(values != master.to(dtype), values.float(), master)
+    taken = torch.cat([master, torch.ones(3)]).to(DEVICE)
+    TritonKernel(16384).take_edits(taken[:-3], values.to(DEVICE))
+    is_nan = expected.isnan()
+    assert torch.equal(taken.cpu()[:-3].isnan(), is_nan)
+    assert torch.equal(taken.cpu()[:-3][~is_nan].view(torch.int32), expected[~is_nan].view(torch.int32))
+    assert taken[-3:].tolist() == [1.0] * 3
+    assert edits_problem(kernel.take_edits, dtype, torch.device(DEVICE)) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_rounding_is_to_nearest_even_bit_by_bit(kernel: TritonKernel, dtype: torch.dtype) -> None:
+    master = every_number(dtype)
     taken, zeros = master.to(DEVICE), torch.zeros_like(master, device=DEVICE)
     param = torch.zeros_like(master, dtype=dtype, device=DEVICE)
     TritonKernel(16384).update([Span(replace(SGD, momentum=0.0), taken, zeros, (), param)])
