@@ -66,8 +66,9 @@ class Disks:
         notices = [f"{folder}: {format_bytes(size)} reserved for this rank" for folder, size in sizes.items()]
         if not all(disk.memory.is_pooled for disk in disks):
             notices.append(
-                f"torch {torch.__version__} cannot move memory between tensors, as 2.12 can: what is read and written"
-                " is copied through aligned blocks and not page-locked, which takes several times as long"
+                f"torch {torch.__version__} cannot move memory between tensors: what is read and written is copied"
+                " through aligned blocks and not page-locked, which takes several times as long; install torch 2.12 or"
+                " a newer one"
             )
         return [*notices, *dict.fromkeys(store.notice for store in stores if store.notice is not None)]
 

@@ -68,6 +68,7 @@ def test_a_torch_that_moves_no_memory_swaps_all_the_same_and_says_so(
     assert cudart.num_calls == 0
     (notice,) = [notice for notice in Disks(params=disk, optimizer=disk).notices if "2.12" in notice]
     assert f"torch {torch.__version__} cannot move memory" in notice
+    assert notice.endswith("install torch 2.12 or a newer one")
 
 
 def test_a_disk_that_is_collected_is_closed_by_a_thread_of_its_own(
