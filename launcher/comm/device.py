@@ -159,7 +159,9 @@ class HostDeviceCopier:
     def empty(self, numel: int, dtype: torch.dtype, *, is_pinned: bool) -> Tensor:
         """Return host memory, 1-D; pinned memory is what a GPU copies from and to without blocking the host."""
         if self._pinned is None or not is_pinned or not numel:
-            return torch.empty(numel, dtype=dtype)
+            # Other accelerators than CUDA's have no call of torch that registers memory: it is torch's then.
+            pins = is_pinned and self._device.type not in ("cpu", "cuda")
+            return torch.empty(numel, dtype=dtype, pin_memory=pins)
         memory = torch.empty(0, dtype=dtype)
         return memory.set_(self._pinned.empty(numel * dtype.itemsize), 0, (numel,), (1,))
 

@@ -26,7 +26,7 @@ from launcher.base.errors import EngineError
 from launcher.comm.communicator import GlooCommunicator, NcclCommunicator, SingleProcess, communicator_for
 from launcher.comm.device import DeviceRuntime, HostDeviceCopier, PinnedMemory, local_device, offset_seed
 from launcher.comm.groups import DEFAULT_TIMEOUT, init_distributed, world_group
-from launcher.comm.streams import Side, streams_of
+from launcher.comm.streams import Side, Streams, streams_of
 from launcher.monitor.meters import MemoryUse, PhaseTimer, memory_use
 
 CPU = torch.device("cpu")
@@ -250,6 +250,14 @@ def _default_backend(rank: int, world_size: int) -> str:
 
 def test_real_ranks_choose_gloo() -> None:
     assert run_on_ranks(2, _default_backend) == ["GlooCommunicator"] * 2
+
+
+@pytest.mark.parametrize(("kind", "is_pinned"), [("cpu", False), ("xpu", True)])
+def test_memory_for_other_accelerators_is_what_torch_page_locks(kind: str, is_pinned: bool) -> None:
+    with mock.patch.object(torch, "empty") as empty:
+        HostDeviceCopier(torch.device(kind), Streams()).empty(3, torch.uint8, is_pinned=True)
+        HostDeviceCopier(torch.device(kind), Streams()).empty(3, torch.uint8, is_pinned=False)
+    assert [call.kwargs["pin_memory"] for call in empty.mock_calls] == [is_pinned, False]
 
 
 def _page_faults() -> dict[str, int]:
