@@ -18,7 +18,7 @@ PAGES := README.md CONTRIBUTING.md CHANGELOG.md LICENSE docs examples hostfiles 
 # Built by the installation.
 KERNELS := $(wildcard launcher/kernels/csrc/*.cpp launcher/kernels/csrc/*.h) launcher/kernels/csrc/CMakeLists.txt
 
-.PHONY: help install demo test numerics lint types compat soak soak-short soak-programs docs man site bench bench-page clean
+.PHONY: help install demo test numerics lint types compat soak soak-short soak-programs docs man site bench bench-page gpu clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -95,6 +95,10 @@ bench: $(BENCH_VENV)/.installed-peers ## measure beside the peers: everything, o
 bench-page: $(VENV)/.installed-dev ## put docs/benchmarks.md together from the sections measured last
 	$(BIN)/python benchmarks/bench.py --page
 
+gpu: $(VENV)/.installed-gpu ## prove the GPU path on this machine's NVIDIA GPU: PART=1 correctness, 2 speed, 3 what does not fit; DEVICE=cpu: a dry run
+	@PYTHONPATH=benchmarks:$$PYTHONPATH $(BIN)/python -m gpu $(if $(PART),--part $(PART)) $(if $(DEVICE),--device $(DEVICE)) \
+	  $(if $(OUT),--out '$(OUT)') $(if $(ONLY),--only '$(ONLY)')
+
 clean: ## remove the environments, every cache, what the installation built and the logs of runs
 	rm -rf $(VENV) $(BENCH_VENV) build dist .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache runs
 	git clean -q -X -f -d launcher/kernels
@@ -109,6 +113,11 @@ $(VENV)/.created:
 $(VENV)/.installed-%: $(VENV)/.created pyproject.toml constraints.txt $(KERNELS)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c $(VENV)/constraints.txt -e '.[$*]'
 	@touch $@ $(if $(filter dev,$*),$(VENV)/.installed-examples $(VENV)/.installed-docs)
+
+# Without a network, too, where what the package needs is installed.
+$(VENV)/.installed-gpu: $(VENV)/.created pyproject.toml constraints.txt $(KERNELS)
+	@VENV=$(VENV) .ci/install-beside
+	@touch $@
 
 # What tests run beside the package, in a folder that only their own processes see. Its setup needs the torch that is there.
 $(VENV)/.peers: $(VENV)/.installed-dev .ci/test-peers.txt

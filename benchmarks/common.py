@@ -110,13 +110,16 @@ def _resolved(text: str) -> Path:
 class Section:
     """A section of a page, which says when, where, on what and by which command it was measured."""
 
-    def __init__(self, title: str, *packages: str) -> None:
-        """Note date, commit and load: those of the beginning count. packages: whose versions matter."""
+    def __init__(self, title: str, *packages: str, command: str | None = None) -> None:
+        """Note date, commit and load: those of the beginning count.
+
+        packages: whose versions matter. command: what measures it; None: the one that runs this script.
+        """
         self._title = title
         self._packages = packages
         self._began = datetime.now(timezone.utc)
         self._commit = current_commit()
-        self._command = _command_line()
+        self._command = _command_line() if command is None else command
         self._load = os.getloadavg()[0]
 
     def provenance(self, samples: str) -> str:
@@ -150,8 +153,9 @@ def current_commit() -> str:
     described = _git("rev-parse", "--short=10", "HEAD")
     if not described:
         return "unknown"
-    code = ("launcher", "benchmarks", "tests/harness", "tests/soak", "examples", ":!benchmarks/*.md")
-    return described + "-dirty" * bool(_git("status", "--porcelain", "--", *code))
+    code = ("launcher", "benchmarks", "tests/harness", "tests/soak", "examples")
+    pages = (":!benchmarks/*.md", ":!benchmarks/results")
+    return described + "-dirty" * bool(_git("status", "--porcelain", "--", *code, *pages))
 
 
 def _git(*arguments: str) -> str:

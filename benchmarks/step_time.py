@@ -81,14 +81,17 @@ def make_batch(name: str, step: int) -> Batch:
 class TorchLoop:
     """A plain training loop around a wrapped model: DDP or FSDP2."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self.model = model
+    def __init__(self, model: nn.Module, max_norm: float = 0.0) -> None:
+        """max_norm: to clip gradients to; 0: none are."""
+        self.model, self.max_norm = model, max_norm
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY, fused=True)
 
     def step(self, batch: Batch) -> Tensor:
         """Take one optimizer step."""
         loss: Tensor = self.model(*batch)
         loss.backward()
+        if self.max_norm:
+            nn.utils.clip_grad_norm_(self.model.parameters(), self.max_norm, foreach=True)
         self.optimizer.step()
         self.optimizer.zero_grad()
         return loss.detach()
@@ -100,7 +103,15 @@ class TorchLoop:
 class EngineLoop:
     """A loop through an engine with DeepSpeed's interface: ours or DeepSpeed itself."""
 
-    def __init__(self, initialize: Callable[..., Any], model: nn.Module, batch_size: int, zero: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        initialize: Callable[..., Any],
+        model: nn.Module,
+        batch_size: int,
+        zero: dict[str, Any],
+        settings: dict[str, Any] | None = None,
+    ) -> None:
+        """settings: further keys of the config."""
         config: dict[str, Any] = {
             "train_micro_batch_size_per_gpu": batch_size,
             "gradient_accumulation_steps": 1,
@@ -108,6 +119,7 @@ class EngineLoop:
             "steps_per_print": 1_000_000,
             "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": WEIGHT_DECAY}},
             "zero_optimization": zero,
+            **(settings or {}),
         }
         is_torchs = initialize is not launcher.initialize and "offload_optimizer" not in zero
         if is_torchs:  # DeepSpeed's own fused Adam is for GPUs; without `fused`, torch's would be a loop on a CPU
@@ -129,31 +141,36 @@ class EngineLoop:
             self.engine.synchronize_parameters()
 
 
-def _ddp(model: nn.Module) -> TorchLoop:
+def ddp(model: nn.Module, max_norm: float = 0.0) -> TorchLoop:
+    """Return a loop around DDP, which computes in the model's type."""
     ids = [DEVICE.index] if DEVICE.type == "cuda" else None
-    return TorchLoop(nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True))
+    return TorchLoop(nn.parallel.DistributedDataParallel(model, device_ids=ids, gradient_as_bucket_view=True), max_norm)
 
 
 def _zero_redundancy(model: nn.Module) -> TorchLoop:
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
-    loop = _ddp(model)
+    loop = ddp(model)
     loop.optimizer = ZeroRedundancyOptimizer(
         loop.model.parameters(), torch.optim.AdamW, lr=LR, weight_decay=WEIGHT_DECAY, fused=True
     )
     return loop
 
 
-def _fsdp2(model: nn.Module, *, reshard_after_forward: bool = True) -> TorchLoop:
+def fsdp2(
+    model: nn.Module, *, reshard_after_forward: bool = True, dtype: torch.dtype | None = None, max_norm: float = 0.0
+) -> TorchLoop:
+    """Return a loop around FSDP2 by block. dtype: to compute in, with reductions in fp32; None: the model's."""
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(DEVICE.type, (dist.get_world_size(),))
+    policy = MixedPrecisionPolicy(dtype, None if dtype is None else torch.float32)
     for module in model.modules():
         if isinstance(module, nn.ModuleList):
             for block in module:
-                fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward)
-    return TorchLoop(fully_shard(model, mesh=mesh))
+                fully_shard(block, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
+    return TorchLoop(fully_shard(model, mesh=mesh, mp_policy=policy), max_norm)
 
 
 def contestants(name: str, prefixes: tuple[str, ...]) -> dict[str, Any]:
@@ -165,10 +182,10 @@ def contestants(name: str, prefixes: tuple[str, ...]) -> dict[str, Any]:
     def engine(initialize: Callable[..., Any], stage: int, **zero: Any) -> Callable[[nn.Module], EngineLoop]:
         return lambda model: EngineLoop(initialize, model, batch_size, {"stage": stage, **zero})
 
-    builders: dict[str, Callable[[nn.Module], Any]] = {BASE: _ddp, "FSDP2": _fsdp2}
+    builders: dict[str, Callable[[nn.Module], Any]] = {BASE: ddp, "FSDP2": fsdp2}
     if not is_large:
         builders["DDP + ZeroRedundancyOptimizer"] = _zero_redundancy
-        builders["FSDP2, no reshard"] = functools.partial(_fsdp2, reshard_after_forward=False)
+        builders["FSDP2, no reshard"] = functools.partial(fsdp2, reshard_after_forward=False)
     for stage in (1, 3) if is_large else STAGES:
         builders[f"launch stage {stage}"] = engine(launcher.initialize, stage)
     builders["launch stage 3, sharded after forward"] = engine(launcher.initialize, 3, stage3_max_reuse_distance=0)

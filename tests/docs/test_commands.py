@@ -52,6 +52,7 @@ ELSEWHERE = {
     "make install": ".ci/run",
     "make numerics": ".ci/run",
     "make soak-short": ".ci/run",
+    "make gpu": "tests/test_gpu_path.py::test_a_dry_run_writes_the_page_and_the_json",
     ".ci/system-packages": ".ci/run",
     "python -m pytest tests/cluster": "tests/cluster/test_hostfile.py",
     "python -m pytest tests/job/test_hang.py -k progress -x": (
