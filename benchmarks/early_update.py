@@ -1,6 +1,6 @@
 """Whether `super_offload` hides the update: steps beside a device that is a double, which sleeps in place of computing.
 
-    launch --num_gpus 1 benchmarks/early_update.py [--rounds 20] [--layers 24] [--width 1024] [--output FILE]
+    launch --num_gpus 1 benchmarks/early_update.py [--rounds 20] [--layers 24] [--width 2048] [--output FILE]
 
 A device computes while the host's cores are free. Here each layer sleeps that long, forward and backward, on a machine
 without one. In turns: steps that wait for the norm, steps of `super_offload`, and passes without a step; the update is
@@ -48,7 +48,7 @@ class Model(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = layer(_Sleep.apply(x, self.seconds))
-        return x.square().mean()
+        return x.float().square().mean()
 
 
 class Loop:
@@ -60,12 +60,13 @@ class Loop:
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 0.0,
+            "bf16": {"enabled": True},
             "steps_per_print": 0,
             "zero_optimization": {"stage": 2, "reduce_bucket_size": width * width, "offload_optimizer": offload},
             "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
         }
         self.engine = launcher.initialize(model=Model(num_layers, width, seconds), config=config)[0]
-        self._x = torch.randn(1, width)
+        self._x = torch.randn(1, width, dtype=torch.bfloat16)
 
     def timed(self, *, steps: bool) -> float:
         """Return the seconds of one pass, with its step or without."""
@@ -82,7 +83,7 @@ def main() -> None:
     """Measure and write."""
     parser = argument_parser(__doc__ or "", rounds=20)
     parser.add_argument("--layers", type=int, default=24)
-    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--width", type=int, default=2048)
     parser.add_argument("--milliseconds", type=float, default=4.0, help="of a layer's forward (default 4)")
     arguments = parser.parse_args()
     section = Section("Updates beside backward", "torch")

@@ -184,7 +184,9 @@ def check_input(state: State, window: Window) -> Iterator[Finding]:
     share = time_s / window.iteration_s
     what = "the next batch" if name == DATA else "the script itself, between its steps"
     facts = {"who": "each rank" if len(window.ranks) > 1 else "the rank", "what": what, "time": _time(time_s)}
-    yield Finding("input", share - (0.0 if name == DATA else state.unevenness), facts=facts, raw=share)
+    # Where processors are short, those who read are short of them, too.
+    noise = median_low(window.waits_for_cpu) if name == DATA else state.unevenness
+    yield Finding("input", share - noise, facts=facts, raw=share)
 
 
 def check_communication(state: State, window: Window) -> Iterator[Finding]:

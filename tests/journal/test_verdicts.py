@@ -183,6 +183,16 @@ def test_a_few_slow_steps_are_nothing() -> None:
     assert FakeJob(changes=(longer("data", 2.0, every=100),), num_steps=400).verdicts() == []
 
 
+@pytest.mark.parametrize(("waits", "names"), [(0.0, [("input", None)]), (0.12, [])])
+def test_input_is_late_where_processors_are_short(waits: float, names: list[tuple[str, int | None]]) -> None:
+    samples: list[tuple[int | None, dict[str, Any]]] = [
+        (rank, {"kind": "sample", "time_s": START_S + second, "cpu_wait_s": waits * second})
+        for second in range(0, 80, 5)
+        for rank in range(4)
+    ]
+    assert _names(FakeJob(changes=(longer("data", 0.03),), extra=samples).verdicts()) == names
+
+
 def test_warming_up_is_nothing() -> None:
     def compile(rank: int, step: int, record: dict[str, Any]) -> None:
         if step <= 4:
