@@ -19,8 +19,6 @@ from launcher.comm.streams import PASSED, Side, StreamEvent
 from launcher.kernels.select import kernel_for
 from launcher.zero.placement import Placement
 
-_NARROW = (torch.bfloat16, torch.float16)
-
 
 def sum_of_squares(grad: Tensor, parts: Sequence[slice] = (slice(None),)) -> Tensor:
     """Return the sum of squares of parts of a gradient, scalar fp64; not finite when an element is not."""
@@ -44,11 +42,6 @@ def sum_of_all_squares(grads: Sequence[Tensor]) -> Tensor:
     if kernel is not None:
         return kernel.sum_of_squares(grads)
     return torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)).double().square().sum()
-
-
-def _narrow_views(memory: Tensor) -> dict[torch.dtype, Tensor]:
-    """Return, by type, the begin of memory for sums as 16-bit sums of as many elements have it."""
-    return {dtype: memory.view(dtype)[: memory.numel()] for dtype in _NARROW if dtype.itemsize < memory.itemsize}
 
 
 class OwnedGradient:
@@ -82,8 +75,8 @@ class OwnedGradient:
             self._optimizer_grad = placement.empty(numel, dtype, group).zero_()
         self._spare_grad = placement.empty(numel, dtype, group) if turns else self._optimizer_grad
         self._kept_dtype = dtype  # of what is in it
-        # Views are made while there is memory, which a disk takes between uses.
-        self._narrow = {each: _narrow_views(each) for each in (self._grad, self._spare_grad) if self._is_offloaded}
+        # Its 16-bit views, made with the first such sum: there must be memory, which a disk takes between uses.
+        self._narrow: dict[Tensor, Tensor] = {}
         self._is_swapped = False
         self.swap = placement.swapped(self._optimizer_grad)
         if self.swap is not None:
@@ -108,7 +101,11 @@ class OwnedGradient:
         return [self._grad, self._optimizer_grad]
 
     def _in_kept_dtype(self, memory: Tensor) -> Tensor:
-        return memory if memory.dtype == self._kept_dtype else self._narrow[memory][self._kept_dtype]
+        if memory.dtype == self._kept_dtype:
+            return memory
+        if memory not in self._narrow:
+            self._narrow[memory] = memory.view(self._kept_dtype)[: memory.numel()]
+        return self._narrow[memory]
 
     def widened(self) -> Tensor:
         """Return `grad`, which must be in memory, in the type of sums: to be written."""
