@@ -227,7 +227,7 @@ def _status_bytes(name: str) -> int:
 @contextlib.contextmanager
 def copies_timed(engine: Any) -> Iterator[list[float]]:
     """Note how long our copies to host memory take within this block."""
-    saver, found = engine._checkpoints._saver, []
+    saver, found = engine._checkpoints._saver.room, []
     real = saver.copy
 
     def copy(*arguments: Any) -> Any:

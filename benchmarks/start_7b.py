@@ -210,7 +210,7 @@ def measure(model: nn.Module, policy: ZeroPolicy, world_size: int, bound: int | 
     KernelFlat(torch.optim.AdamW, shards, groups, KernelSet({"meta": kernel})).step()
     offloaded = KernelFlat(torch.optim.AdamW, shards, groups, KernelSet({"meta": one_by_one}))
     for unit in units:
-        offloaded.step_unit(unit.index, 1.0)
+        offloaded.step_unit(unit.index, torch.empty(unit.numel, device="meta"), 1.0)
     stored = sum(unit.numel for unit in units)
     return Row(
         num_units=len(units),

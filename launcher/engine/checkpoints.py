@@ -22,9 +22,8 @@ from launcher.checkpoint.formats.native import NativeSource
 from launcher.checkpoint.formats.open import is_checkpoint, open_source
 from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, RunState
 from launcher.checkpoint.load import READ_TIMEOUT_S, Target, groups_for, load_parameters
-from launcher.checkpoint.saving.contents import UnitContents, contents_of, writer_index
+from launcher.checkpoint.saving.contents import Copies, CopyRoom, UnitContents, contents_of, writer_index
 from launcher.checkpoint.saving.save import BackgroundSaver, Encoded, RankData, Save, SaveRequest, SharedData
-from launcher.checkpoint.saving.staging import Copies, CopyRoom
 from launcher.checkpoint.values.rng import restore_rng, rng_state
 from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag

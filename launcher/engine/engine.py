@@ -372,7 +372,7 @@ class Engine(nn.Module):
         losses, self._losses = self._losses, []
         last, lr = self._last_step, self.get_lr()[0]
         facts = StepFacts(self.global_steps, self.global_samples, losses, lr, last.loss_scale, last.outcome)
-        self._watch.after_step(facts, lambda: self._last_step.norm)
+        self._watch.after_step(facts, lambda: last.norm)
 
     # ---- its weights and checkpoints ----
 
@@ -454,17 +454,14 @@ class Engine(nn.Module):
         of loading the parameters. Raises: CheckpointError on every rank, with the file that is damaged or what does
         not fit.
         """
-        return self._checkpoints.load(
-            place_of(load_dir),
-            None if tag is None else str(tag),
-            LoadOptions(
-                is_strict=load_module_strict,
-                loads_optimizer=load_optimizer_states and not load_module_only,
-                loads_schedule=load_lr_scheduler_states,
-                loads_module_only=load_module_only,
-                custom_load=custom_load_fn,
-            ),
+        options = LoadOptions(
+            is_strict=load_module_strict,
+            loads_optimizer=load_optimizer_states and not load_module_only,
+            loads_schedule=load_lr_scheduler_states,
+            loads_module_only=load_module_only,
+            custom_load=custom_load_fn,
         )
+        return self._checkpoints.load(place_of(load_dir), None if tag is None else str(tag), options)
 
     @phase("waiting for a checkpoint to be saved")
     def wait_for_checkpoint(self) -> None:

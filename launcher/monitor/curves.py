@@ -10,6 +10,7 @@ import contextlib
 import csv
 import importlib
 import importlib.util
+import os
 import re
 import time
 from collections.abc import Callable, Sequence
@@ -186,6 +187,8 @@ class MlflowWriter:
 
     def __init__(self, tracking_uri: str | None, experiment_name: str, run_name: str | None) -> None:
         """Raises: EngineError when the store or server cannot be used."""
+        # One thread: several make the folder of a metric at once, and those that come second lose their points.
+        os.environ.setdefault("MLFLOW_ASYNC_LOGGING_THREADPOOL_SIZE", "1")
         module = importlib.import_module("mlflow")
         self._error: type[Exception] = module.exceptions.MlflowException
         self._metric: Any = importlib.import_module("mlflow.entities").Metric

@@ -270,11 +270,6 @@ class UnitParameters:
         self._own_flat, self._views = full.own, full.views
 
     @property
-    def _is_rounded(self) -> bool:
-        """Whether the unsharded parameters have fewer bits than the shards."""
-        return self.flat.dtype != self.shard.dtype
-
-    @property
     def dtype(self) -> torch.dtype:
         """The type that the parameters have now; of a sharded unit under torch.autocast it may be that of a forward."""
         return self.flat.dtype if self.state is ParameterState.UNSHARDED else self._absent.dtype
@@ -386,12 +381,13 @@ class UnitParameters:
             return
         self.offloaded.check_values()
         self._use(self._in_autocast_type if for_autocast else self._in_own_type)
+        is_rounded = self.flat.dtype != self.shard.dtype
         with self.group.streams.on(Side.GATHER):
             self.group.buffers.lend(self.flat.untyped_storage(), self.flat.nbytes)
             self._written.wait()
             if self._node is not None and self._second is not None and self._has_second and self._fits_second:
                 self._gather = self._start_all_gather(self._second, self._node)
-            elif self._is_rounded or self.placement.is_offloaded or self.group.process_group is None:
+            elif is_rounded or self.placement.is_offloaded or self.group.process_group is None:
                 with self.shard_in_memory(reads=True):
                     self._arrival = self.group.copier.copy(self._own_flat, self.shard)
                 self._arrival.wait()

@@ -27,7 +27,7 @@ from harness.train.streams import (
 from torch import Tensor
 
 import launcher
-from launcher.checkpoint.saving import save, staging
+from launcher.checkpoint.saving import contents, save
 from launcher.checkpoint.saving.save import BackgroundSaver
 from launcher.checkpoint.values.tree import bytes_of
 from launcher.checkpoint_files import blocks
@@ -43,7 +43,7 @@ Script = Callable[[Any], object]
 @contextlib.contextmanager
 def _small_pieces() -> Iterator[None]:
     """Cut tensors into blocks and pieces of a few elements."""
-    with mock.patch.object(blocks, "BLOCK_BYTES", 64), mock.patch.object(staging, "_PIECE_BYTES", 256):
+    with mock.patch.object(blocks, "BLOCK_BYTES", 64), mock.patch.object(contents, "_PIECE_BYTES", 256):
         yield
 
 
@@ -56,7 +56,7 @@ def _seen_by(model: StreamModel) -> Iterator[None]:
             model.access(HOST, "a write to a file", [tensor], [])
         return bytes_of(tensor)
 
-    with mock.patch.object(staging, "bytes_of", read), mock.patch.object(save, "bytes_of", read):
+    with mock.patch.object(contents, "bytes_of", read), mock.patch.object(save, "bytes_of", read):
         yield
 
 
@@ -162,7 +162,7 @@ def test_what_a_script_writes_next_is_not_saved(
 
 # ---- each wait is needed, and the model finds that it is missing ----
 
-_join, _live_tensors = ModelStreams.join, staging.live_tensors
+_join, _live_tensors = ModelStreams.join, contents.live_tensors
 
 
 def _joins_no_copies(streams: ModelStreams, side: Side) -> None:
@@ -176,12 +176,12 @@ def _exposes_nothing(contents: Any, *, is_exposed: bool) -> Iterator[tuple[str, 
 
 BROKEN: dict[str, tuple[Any, str, Any, dict[str, Any], Script]] = {
     "for a piece": (HostDeviceCopier, "synchronize", _nothing, {}, _nothing),
-    "for the other piece": (staging, "_NUM_PIECES", 1, {}, _nothing),
+    "for the other piece": (contents, "_NUM_PIECES", 1, {}, _nothing),
     "in the thread": (ModelEvent, "synchronize", _nothing, ASYNC, _nothing),
     "of the update": (ModelStreams, "join", _joins_no_copies, ASYNC, _nothing),
     "of a load": (ModelStreams, "join", _joins_no_copies, ASYNC, _loads_states),
     "of a block": (ModelStreams, "join", _joins_no_copies, {**ASYNC, **BF16}, _writes_gathered_parameters),
-    "of a script": (staging, "live_tensors", _exposes_nothing, ASYNC, _writes_parameters),
+    "of a script": (contents, "live_tensors", _exposes_nothing, ASYNC, _writes_parameters),
 }
 
 

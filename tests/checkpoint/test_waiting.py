@@ -39,7 +39,7 @@ def _no_memory(*_: Any, **__: Any) -> None:
 STEPS = (
     "launcher.engine.checkpoints.rng_state",
     "launcher.engine.checkpoints.contents_of",
-    "launcher.checkpoint.saving.staging.live_tensors",
+    "launcher.checkpoint.saving.contents.live_tensors",
 )
 
 

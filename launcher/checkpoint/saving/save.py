@@ -30,8 +30,7 @@ from launcher.checkpoint.deepspeed_files.pickled import write_torch_file
 from launcher.checkpoint.deepspeed_files.plan import Plan
 from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.formats.native import NativeSource
-from launcher.checkpoint.saving.contents import UnitContents
-from launcher.checkpoint.saving.staging import Copies, CopyRoom, live_tensors, staged
+from launcher.checkpoint.saving.contents import Copies, CopyRoom, UnitContents, live_tensors, staged
 from launcher.checkpoint.values import tree
 from launcher.checkpoint.values.layout_json import layouts_to_json
 from launcher.checkpoint.values.tree import bytes_of, dtype_name
