@@ -305,7 +305,7 @@ def main() -> int:
                 shutil.copy(Path(work, "trace.json.gz"), folder / "gpu_steps")
     if not num_steps:
         parser.error(f"no step has one of {', '.join(words)} in its name")
-    print(f"{num_steps - len(failed)} of {num_steps} steps did not fail: {folder / 'gpu.md'}")
+    print(f"{num_steps} steps, {len(failed)} failed: {folder / 'gpu.md'}")
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)
     return int(bool(failed))
