@@ -31,7 +31,7 @@ from harness.ports import free_port
 from harness.train.parity import Case
 from torch import Tensor
 
-from launcher.comm.communicator import Communicator, GlooCommunicator, SingleProcess, Transfer
+from launcher.comm.communicator import Communicator, GlooCommunicator, SingleProcess
 from launcher.comm.device import DeviceRuntime
 from launcher.comm.pending import Pending
 from launcher.comm.streams import DeviceStreams, Side
@@ -52,7 +52,7 @@ GRACE_S = 8.0  # for the other rank's own error, once one has failed
 CYCLES_A_MS = 1_500_000
 
 
-class Staged(Communicator):
+class Staged(GlooCommunicator):
     """Carries each collective through host memory and gloo, and waits for it."""
 
     def __init__(self, process_group: dist.ProcessGroup, runtime: DeviceRuntime) -> None:
@@ -92,9 +92,6 @@ class Staged(Communicator):
         for each, value in zip(tensors, received, strict=True):
             each.copy_(value)
 
-    def _start(self, transfers: list[Transfer]) -> list[dist.Work]:
-        raise NotImplementedError("no step sends between single ranks")
-
 
 @contextlib.contextmanager
 def joined(transport: str) -> Iterator[None]:
@@ -102,7 +99,7 @@ def joined(transport: str) -> Iterator[None]:
     import launcher
 
     def staged(process_group: dist.ProcessGroup | None, runtime: DeviceRuntime) -> Communicator:
-        return (SingleProcess if process_group is None else Staged)(process_group, runtime)  # type: ignore[arg-type]
+        return SingleProcess(None, runtime) if process_group is None else Staged(process_group, runtime)
 
     with contextlib.ExitStack() as stack:
         if transport == "staged":  # the engine trains on the GPU although its group is gloo's

@@ -119,6 +119,7 @@ class _OfUnit:
         self._update: UnitUpdate | None = None  # that has begun
         self._running: Future[None] | None = None
         self._before: list[Tensor] = []  # 1-D each, what the update writes, as it was; the memory is used again
+        self._has_begun = False  # to write: `_before` is complete
 
     @property
     def is_started(self) -> bool:
@@ -146,23 +147,27 @@ class _OfUnit:
                 self._before = [torch.empty_like(tensor) for tensor in update.written]
             for kept, tensor in zip(self._before, update.written, strict=True):
                 kept.copy_(tensor)
+            self._has_begun = True
             update.take()
 
     def keep(self) -> None:
         """Have the update be that of a step. Raises what went wrong in the thread."""
         self._end()
-        self._update = None
+        self._update, self._has_begun = None, False
 
     def wait(self) -> None:
-        """Take the update back, if one has begun."""
+        """Take the update back, if one has begun. Raises what went wrong in the thread, and has taken it back."""
         if self._update is None:
             return
-        self._end()
-        for tensor, before in zip(self._update.written, self._before, strict=True):
-            tensor.copy_(before)
-        self._update.uncount()
-        self.unit.params.renew_copy()
-        self._update = None
+        try:
+            self._end()
+        finally:
+            if self._has_begun:
+                for tensor, before in zip(self._update.written, self._before, strict=True):
+                    tensor.copy_(before)
+                self.unit.params.renew_copy()
+            self._update.uncount()
+            self._update, self._has_begun = None, False
 
     def write_back(self) -> None:
         """Do as `wait`: the parameters follow in a step."""
