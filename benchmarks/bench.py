@@ -91,7 +91,7 @@ SECTIONS = (
         2,
     ),
     Section("offload_time", "offload_time.py --rounds 6", 2),
-    Section("early_update", "early_update.py", 1),
+    Section("speculative_update", "speculative_update.py", 1),
     Section("expert_parallel", "expert_parallel.py --rounds 2", 4),
     Section("hf_trainer", "hf_trainer.py"),
     Section("checkpoint_peers", "checkpoint_peers.py"),

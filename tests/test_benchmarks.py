@@ -42,7 +42,7 @@ SHORT = {
     "output": ("--lines 50 --ranks 1 --rounds 1", 0),
     "step_time": ("--models tiny --rounds 1", 1),
     "offload_time": ("--model tiny --rounds 1", 1),
-    "early_update": ("--layers 4 --width 16 --rounds 1", 1),
+    "speculative_update": ("--layers 4 --width 16 --rounds 1", 1),
     "expert_parallel": ("--width 16 --tokens 16 --rounds 1 --engines launch", 2),
     "checkpoint_peers": ("--count 1 --only ours", 0),
     "checkpoint_time": ("--sizes 0 --stages 2 --rounds 1", 2),

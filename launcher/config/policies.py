@@ -128,7 +128,7 @@ class OffloadPolicy:
     cores_fraction: float = 1.0  # of the threads that update in host memory
     is_delayed: bool = False  # the update runs beside the next forward and backward ...
     num_steps_in_order: int = 0  # ... after so many that do not
-    is_early: bool = False  # the update of a unit begins when its gradient has arrived, beside backward
+    is_speculative: bool = False  # the update of a unit begins when its gradient has arrived, beside backward
     reads_ahead: bool = False  # of the disk: the next unit's states while one is updated
     resident_states: frozenset[str] = frozenset()  # names of optimizer states that stay in memory beside the disk
     max_host_params: int = 0  # elements of shards that are kept in host memory beside the disk
@@ -141,7 +141,7 @@ class OffloadPolicy:
     @property
     def updates_beside(self) -> bool:
         """Whether masters are written while the model computes: nothing that it reads may be a master."""
-        return self.is_delayed or self.is_early
+        return self.is_delayed or self.is_speculative
 
     @property
     def label(self) -> str:
@@ -151,7 +151,7 @@ class OffloadPolicy:
         said = [f"{what} → {place.value}" for what, place in places.items() if place is not Place.DEVICE]
         if self.is_delayed:
             said.append(f"updates one step late, from step {self.num_steps_in_order + 1} on")
-        if self.is_early:
+        if self.is_speculative:
             said.append("updates beside backward")
         return " · ".join(said)
 
@@ -275,7 +275,7 @@ def offload_policy(config: Config) -> OffloadPolicy:
         resident_states=frozenset({"momentum_buffer"} if zero.save_muon_momentum_buffer_in_memory else ()),
         max_host_params=int(params.max_in_cpu),
         is_delayed=optimizer.delayed_update,
-        is_early=optimizer.super_offload,
+        is_speculative=optimizer.super_offload,
         num_steps_in_order=int(optimizer.delayed_update_warmup_steps),
         cores_fraction=float(optimizer.cpuadam_cores_perc),
     )

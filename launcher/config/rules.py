@@ -198,7 +198,7 @@ def unused_offload(config: Config) -> list[tuple[KeyPath, str]]:
 
 
 def updates_in_parts(config: Config) -> bool:
-    """Whether optimizer states are updated as they come from a disk, or beside the next step."""
+    """Whether optimizer states are updated as they come from a disk, or beside forward or backward."""
     section = config.zero_optimization.offload_optimizer
     is_beside = section.delayed_update is True or section.super_offload is True
     return section.device == "nvme" or (section.device == "cpu" and is_beside)

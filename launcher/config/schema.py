@@ -174,7 +174,7 @@ class OffloadOptimizer(Section):
     fast_init: Flag = key(False, "skip the first write of the states", _NEVER_EMPTY)
     ratio: Fraction = key(1.0, "part of the states that is offloaded")
     super_offload: Flag = key(
-        False, "update a unit when its gradient has arrived, beside backward; a step that is clipped takes it back"
+        False, "update a unit when its gradient has arrived, beside backward; a step that is clipped rolls it back"
     )
     cpuadam_cores_perc: Fraction = key(1.0, "part of a rank's cores that update states")
     delayed_update: Flag = key(False, "update beside the next forward and backward, whose weights are one step behind")

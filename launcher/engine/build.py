@@ -57,13 +57,13 @@ from launcher.optim.schedules import schedule_from_client, schedule_from_config
 from launcher.parallel.pipeline.divide import requested_stages
 from launcher.parallel.pipeline.stages import StagedModel
 from launcher.sharding.mesh import MeshSizes
-from launcher.zero.early_update import EarlyUpdate
 from launcher.zero.hooks import install_hooks
 from launcher.zero.order import CollectiveOrder
 from launcher.zero.partition import build_units
 from launcher.zero.placement import Disks
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule
+from launcher.zero.speculative_update import SpeculativeUpdate
 from launcher.zero.states import TORCH_DTYPES
 from launcher.zero.step import MAX_NAMES, DelayedUpdate
 from launcher.zero.tiling import tile_to_fit
@@ -298,9 +298,9 @@ def _shard(
         max_grad_norm=policy.max_grad_norm,
         is_offloaded=policy.offload.optimizer is not Place.DEVICE,
     )
-    if policy.offload.is_early and isinstance(optimizer, UnitOptimizer):
+    if policy.offload.is_speculative and isinstance(optimizer, UnitOptimizer):
         fraction = policy.offload.cores_fraction
-        reducer.early = EarlyUpdate(units, optimizer, lambda: stepped.loss_scale, fraction)
+        reducer.speculative = SpeculativeUpdate(units, optimizer, lambda: stepped.loss_scale, fraction)
     sharded = ShardedModel(model, units, reducer, schedule, hooks, stepped, delayed)
     sharded.thaw_at_end(frozen)
     return sharded

@@ -274,7 +274,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         self.wait_for_outcome()
         for unit in self._units:
             if unit.params.pending is not None:
-                unit.params.check_thread()  # what is waited for, or taken back, is the training thread's
+                unit.params.check_thread()  # what is waited for, or rolled back, is the training thread's
                 unit.params.pending.wait()
 
     # ---- what scripts for DeepSpeed ask; tensors are this rank's own, and live ----

@@ -88,8 +88,8 @@ class ShardedModel:
         self.reducer.withdraw()
         if self.delayed is not None:
             self.delayed.end()
-        if self.reducer.early is not None:
-            self.reducer.early.end()
+        if self.reducer.speculative is not None:
+            self.reducer.speculative.end()
         self._hooks.remove()
         for unit in self.units:
             unit.free()

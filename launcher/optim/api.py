@@ -274,7 +274,7 @@ class DeviceScaled(Protocol):
 
 
 @dataclass(frozen=True)
-class UnitUpdate:
+class PreparedUpdate:
     """A step of one unit that is counted and not taken yet."""
 
     written: Sequence[Tensor]  # 1-D each: masters and states, all that `take` writes but for 16-bit copies
@@ -300,7 +300,7 @@ class UnitOptimizer(FlatOptimizer):
         """
 
     @abstractmethod
-    def prepare_unit(self, unit: int, grad: Tensor, grad_scale: float) -> UnitUpdate:
+    def prepare_unit(self, unit: int, grad: Tensor, grad_scale: float) -> PreparedUpdate:
         """Count a step of one unit with the hyper-parameters of now, of which every parameter has a gradient.
 
         grad: as `step_unit` has it. Not for steps that are collective.

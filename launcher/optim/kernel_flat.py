@@ -14,7 +14,7 @@ from torch import Tensor
 
 from launcher.comm.groups import RankGroup
 from launcher.kernels.api import DeviceScale, GradScale, Kernel, Rule, Span
-from launcher.optim.api import ParamShard, UnitOptimizer, UnitUpdate, is_same_memory
+from launcher.optim.api import ParamShard, PreparedUpdate, UnitOptimizer, is_same_memory
 from launcher.optim.classes import Lamb, trust_ratios, with_trust_ratio
 from launcher.optim.muon.matrices import Matrices
 from launcher.optim.muon.muon import MUON_KINDS
@@ -103,13 +103,13 @@ class KernelFlat(UnitOptimizer):
         spans = self._spans(self._of_unit, unused, grads)
         return functools.partial(self._take, list(spans.values()), grad_scale)
 
-    def prepare_unit(self, unit: int, grad: Tensor, grad_scale: float) -> UnitUpdate:
+    def prepare_unit(self, unit: int, grad: Tensor, grad_scale: float) -> PreparedUpdate:
         """Count a step of one unit with the hyper-parameters of now. Not for LAMB and Muon. Raises: as `step`."""
         check_steps(self.param_groups)
         spans = list(self._spans([unit], (), {unit: grad}).values())
         written = [tensor for span in spans for tensor in (span.master, *span.states)]
         take = functools.partial(self._take, spans, grad_scale)
-        return UnitUpdate(written, take, functools.partial(_uncount, list(self._counted)))
+        return PreparedUpdate(written, take, functools.partial(_uncount, list(self._counted)))
 
     def _update(
         self,

@@ -145,7 +145,7 @@ def rank_memory(model: ModelFacts, setting: Setting, world_size: int) -> RankMem
     is_beside = offload.optimizer is offload.params and not offload.updates_beside
     kept = element.master + element.state * setting.states.average(model)
     away = (kept + _own_param_bytes(element, offload.optimizer, is_beside_param=is_beside)) * owned * ratio
-    if offload.is_early:  # what updates that may be taken back have written, as it was before
+    if offload.is_speculative:  # a copy from before updates that may be rolled back
         away += (kept + (0 if element.master else element.param)) * owned * ratio
     here = (kept + _own_param_bytes(element, Place.DEVICE, is_beside_param=is_here)) * owned * (1 - ratio)
     keeps_sum = stage <= 1  # the whole gradient stays on the device until the step

@@ -23,9 +23,9 @@ from launcher.comm import hosts
 from launcher.comm.groups import RankGroup
 from launcher.comm.streams import Side
 from launcher.config.policies import ZeroPolicy
-from launcher.zero.early_update import EarlyUpdate
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.order import Collective, CollectiveOrder
+from launcher.zero.speculative_update import SpeculativeUpdate
 from launcher.zero.unit import FlatUnit
 
 # Reductions in flight at once. Each holds a full gradient buffer, which stage 2 exists to avoid; two keep the
@@ -62,7 +62,7 @@ class GradientReducer:
         self._is_boundary = False
         self._unsent: dict[UnitGradients, None] = {}  # not reduced yet in this pass, from the last to the first
         self._in_flight: list[UnitGradients] = []
-        self.early: EarlyUpdate | None = None  # what updates a unit when its sum is complete
+        self.speculative: SpeculativeUpdate | None = None  # what updates a unit when its sum is complete
         self._advanced: list[UnitGradients] = []  # in the last phase of their reduction
 
     def begin_backward(self, *, is_boundary: bool, factor: float = 1.0, is_scripts: bool = False) -> None:
@@ -71,8 +71,8 @@ class GradientReducer:
         factor: what its gradients are multiplied by. is_scripts: it is a `loss.backward()` of the script's own.
         """
         self._finish_all()  # sums of the micro-batch before may have been in flight during this forward
-        if self.early is not None:
-            self.early.begin_backward(is_boundary=is_boundary)
+        if self.speculative is not None:
+            self.speculative.begin_backward(is_boundary=is_boundary)
         _showing.discard(self)  # another engine's pass that begins within this one must not hide, and show, it
         self._hides = list(_showing)
         for other in self._hides:
@@ -186,7 +186,7 @@ class GradientReducer:
             names = [name for gradients in self._gradients for name in gradients.names]
             here = [name for name, bad in zip(names, is_bad.view(-1, 2).any(dim=1).tolist(), strict=True) if bad]
             raise _written_error(here[0] if here else "a parameter of another rank")
-        self._take_back()
+        self._roll_back()
         for gradients in self._gradients:
             gradients.take_written()
 
@@ -203,7 +203,7 @@ class GradientReducer:
     def reduce_late(self) -> None:
         """Add the late gradients of all ranks to the sums. Collective; for a step that knows that there are some."""
         has_late = hosts.any_rank(self.group, [gradients.has_late for gradients in self._gradients])
-        self._take_back()
+        self._roll_back()
         self.wait()
         for gradients, is_late in reversed(list(zip(self._gradients, has_late, strict=True))):
             if is_late:
@@ -232,7 +232,7 @@ class GradientReducer:
 
     def abort_backward(self) -> None:
         """Leave a backward pass that an exception ended."""
-        self._take_back()
+        self._roll_back()
         self._in_backward = False
         self._unhide()
         _running_passes.discard(self)
@@ -241,7 +241,7 @@ class GradientReducer:
 
     def discard(self) -> None:
         """Drop all gradients since the last step. Every rank must call it."""
-        self._take_back()
+        self._roll_back()
         self.wait()
         self.is_spoiled = False
         _showing.discard(self)
@@ -271,12 +271,12 @@ class GradientReducer:
 
     def _finish(self, gradients: UnitGradients) -> None:
         gradients.finish_reduction(measure=self._is_boundary)
-        if self.early is not None:
-            self.early.start(gradients)
+        if self.speculative is not None:
+            self.speculative.start(gradients)
 
-    def _take_back(self) -> None:
-        if self.early is not None:
-            self.early.take_back()
+    def _roll_back(self) -> None:
+        if self.speculative is not None:
+            self.speculative.roll_back()
 
     def _reduce(self, gradients: UnitGradients) -> None:
         self._make_room()

@@ -21,10 +21,10 @@ from launcher.config.policies import Place, ZeroPolicy
 from launcher.kernels.api import DeviceScale
 from launcher.kernels.cpu import part_of_threads
 from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
-from launcher.zero.early_update import EarlyUpdate
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.owned_gradient import sum_of_all_squares
 from launcher.zero.reducer import GradientReducer
+from launcher.zero.speculative_update import SpeculativeUpdate
 from launcher.zero.tensors import digest
 from launcher.zero.unit import FlatUnit, lost_anywhere
 
@@ -399,7 +399,7 @@ def step_units(
         if facts.num_touched:
             _check_alike(alike, mesh)
         check(trained)
-        outcome = _step_with_host(trained, facts, optimizer, policy, mesh, loss_scale, delayed, reducer.early)
+        outcome = _step_with_host(trained, facts, optimizer, policy, mesh, loss_scale, delayed, reducer.speculative)
     for unit in watched:
         unit.params.is_touched = False
         unit.params.note_versions()
@@ -452,7 +452,7 @@ def _step_with_host(
     mesh: ParallelMesh,
     loss_scale: float | None,
     delayed: DelayedUpdate | None,
-    early: EarlyUpdate | None,
+    speculative: SpeculativeUpdate | None,
 ) -> StepOutcome:
     """Take a step that the host decides: it knows the norm first."""
     norm = facts.norm / (loss_scale or 1.0)
@@ -461,7 +461,7 @@ def _step_with_host(
         delayed.write_back(is_checked=True)
     is_skipped = policy.skips_overflow and not math.isfinite(norm)
     scale = grad_scale(norm, policy.max_grad_norm, loss_scale or 1.0)
-    done = () if early is None else early.finish(scale, is_skipped=is_skipped)
+    done = () if speculative is None else speculative.finish(scale, is_skipped=is_skipped)
     if not is_skipped:
         if delayed is not None:
             delayed.begin(frozenset(unused), scale)

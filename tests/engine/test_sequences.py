@@ -205,7 +205,7 @@ def _settings(draw: Any, num_ranks: int = 2) -> Setting:
     mics = stage == 3 and num_ranks == 4
     return Setting(
         stage=stage,
-        offload=draw(st.sampled_from(["none"] * 4 + ["cpu", "nvme", "early"])) if stage else "none",
+        offload=draw(st.sampled_from(["none"] * 4 + ["cpu", "nvme", "speculative"])) if stage else "none",
         accumulation=draw(st.sampled_from([1, 1, 2, 3])),
         managed=draw(st.sampled_from([True, True, True, False])),
         clipping=draw(st.sampled_from([0.0, 0.1])),

@@ -152,7 +152,7 @@ def test_no_stage_holds_the_gradients_of_all_units_at_once(clock: str, world_siz
 OPTIMIZER, PARAMS = {"device": "cpu"}, {"offload_param": {"device": "cpu"}}
 PART = OPTIMIZER | {"ratio": 0.5}
 DELAYED = OPTIMIZER | {"delayed_update": True, "delayed_update_warmup_steps": 1}
-EARLY = OPTIMIZER | {"super_offload": True}
+SPECULATIVE = OPTIMIZER | {"super_offload": True}
 OFFLOADS: list[tuple[int, dict[str, Any]]] = [
     (1, {"offload_optimizer": OPTIMIZER}),
     (2, {"offload_optimizer": OPTIMIZER}),
@@ -165,8 +165,8 @@ OFFLOADS: list[tuple[int, dict[str, Any]]] = [
     (2, {"offload_optimizer": DELAYED}),
     (3, {"offload_optimizer": DELAYED}),
     (3, {"offload_optimizer": DELAYED, **PARAMS}),
-    (2, {"offload_optimizer": EARLY}),
-    (3, {"offload_optimizer": EARLY, **PARAMS}),
+    (2, {"offload_optimizer": SPECULATIVE}),
+    (3, {"offload_optimizer": SPECULATIVE, **PARAMS}),
 ]
 
 
@@ -184,7 +184,7 @@ def test_the_formula_is_what_rests_on_device_and_host(
     given = config(stage, precision, stage3_max_reuse_distance=0, **offload) | {"gradient_clipping": 0.0}
     planned = planned_for(given, world_size)
     for found in run_on_ranks(world_size, _offloaded, given):
-        without_padding = 0.999 if offload.get("offload_optimizer") == EARLY else 1.0  # values of before have none
+        without_padding = 0.999 if offload.get("offload_optimizer") == SPECULATIVE else 1.0
         assert without_padding * planned.host <= found["host"] <= 1.02 * planned.host
         assert planned.model_states <= found["device"] <= 1.02 * planned.model_states + 1
         assert found["peak_in_flight"] <= 1.02 * planned.in_flight
@@ -204,8 +204,8 @@ def _offloaded(rank: int, world_size: int, given: dict[str, Any]) -> dict[str, i
             found[place] += sum(state.nbytes for state in unit.state_tensors())
         for place in ("device", "host"):
             found[place] += sum(_storages(engine, in_host_memory=place == "host").values())
-        early = engine._sharded.reducer.early
-        for of_unit in early._of.values() if early is not None else ():
+        speculative = engine._sharded.reducer.speculative
+        for of_unit in speculative._of.values() if speculative is not None else ():
             found["host"] += sum(before.nbytes for before in of_unit._before)
         return found
 

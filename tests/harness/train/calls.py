@@ -30,7 +30,7 @@ class Setting:
     """One engine."""
 
     stage: int = 2
-    offload: str = "none"  # "cpu", "nvme": the optimizer's states, at stage 3 parameters too; "early": `super_offload`
+    offload: str = "none"  # "cpu", "nvme": the optimizer's states, at stage 3 parameters too; "speculative": on host
     accumulation: int = 1
     optimizer: str = "SGD"
     clipping: float = 0.0
@@ -54,7 +54,7 @@ class Setting:
 
     def config(self, folder: Path) -> dict[str, Any]:
         """Return the engine's config. folder: for what is on disk."""
-        place: dict[str, Any] = {"device": "cpu" if self.offload == "early" else self.offload}
+        place: dict[str, Any] = {"device": "cpu" if self.offload == "speculative" else self.offload}
         if self.offload == "nvme":
             place["nvme_path"] = str(folder)
         zero: dict[str, Any] = {"stage": self.stage, "reduce_bucket_size": self.width**2 + self.width}
@@ -64,7 +64,7 @@ class Setting:
         if self.mics:
             zero["mics_shard_size"] = 2
         if self.offload != "none":
-            zero["offload_optimizer"] = {**place, "super_offload": self.offload == "early"}
+            zero["offload_optimizer"] = {**place, "super_offload": self.offload == "speculative"}
             if self.stage == 3:
                 zero["offload_param"] = place
         params: dict[str, Any] = {"lr": LR, "momentum": MOMENTUM, "weight_decay": DECAY}

@@ -1,6 +1,6 @@
 """Whether `super_offload` hides the update: steps beside a device that is a double, which sleeps in place of computing.
 
-    launch --num_gpus 1 benchmarks/early_update.py [--rounds 20] [--layers 24] [--width 2048] [--output FILE]
+    launch --num_gpus 1 benchmarks/speculative_update.py [--rounds 20] [--layers 24] [--width 2048] [--output FILE]
 
 A device computes while the host's cores are free. Here each layer sleeps that long, forward and backward, on a machine
 without one. In turns: steps that wait for the norm, steps of `super_offload`, and passes without a step; the update is
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import launcher
 
-WAITS, EARLY, PASS = "waits for the norm", "super_offload", "forward and backward alone"
+WAITS, SPECULATIVE, PASS = "waits for the norm", "super_offload", "forward and backward alone"
 LIMIT = 1.10
 
 
@@ -54,9 +54,9 @@ class Model(nn.Module):
 class Loop:
     """An engine and its steps."""
 
-    def __init__(self, num_layers: int, width: int, seconds: float, *, is_early: bool) -> None:
+    def __init__(self, num_layers: int, width: int, seconds: float, *, is_speculative: bool) -> None:
         torch.manual_seed(0)
-        offload = {"device": "cpu", "super_offload": is_early}
+        offload = {"device": "cpu", "super_offload": is_speculative}
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_clipping": 0.0,
@@ -88,18 +88,18 @@ def main() -> None:
     arguments = parser.parse_args()
     section = Section("Updates beside backward", "torch")
     sizes = arguments.layers, arguments.width, arguments.milliseconds / 1e3
-    waiting, early = Loop(*sizes, is_early=False), Loop(*sizes, is_early=True)
+    waiting, speculative = Loop(*sizes, is_speculative=False), Loop(*sizes, is_speculative=True)
     samples = measure_in_turns(
         {
             WAITS: lambda: waiting.timed(steps=True),
-            EARLY: lambda: early.timed(steps=True),
+            SPECULATIVE: lambda: speculative.timed(steps=True),
             PASS: lambda: waiting.timed(steps=False),
         },
         arguments.rounds,
     )
     compute_s, update_s = median(samples[PASS]), median(samples[WAITS]) - median(samples[PASS])
     least_s = max(compute_s, update_s)
-    ratio = median(samples[EARLY]) / least_s
+    ratio = median(samples[SPECULATIVE]) / least_s
     numel = arguments.layers * arguments.width**2
     text = (
         f"{numel / 1e6:.0f} M parameters in {arguments.layers} units. The update takes {update_s * 1e3:.0f} ms.\n\n"

@@ -1,4 +1,4 @@
-"""`super_offload`: the bits of steps that wait, also where updates are taken back; updates run beside backward.
+"""`super_offload`: the bits of steps that wait, also where updates are rolled back; updates run beside backward.
 
 Copies run as late as a GPU's may (`LateCopier`): what a thread reads or overwrites too early shows in the bits.
 """
@@ -16,6 +16,7 @@ from unittest import mock
 import pytest
 import torch
 from harness.launch.command import slowness
+from harness.logs import logged
 from harness.train.behind import runs_behind_host
 from harness.train.offload import late_link
 from harness.train.parity import RESTLESS_SCALE, Case, make_model, micro_batches
@@ -37,7 +38,7 @@ from launcher.zero.access import (
 from launcher.zero.gathered import GatheredParameters
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-EARLY = {"device": "cpu", "super_offload": True}
+SPECULATIVE = {"device": "cpu", "super_offload": True}
 HOST = {"device": "cpu"}
 SHARDED = {"stage3_param_persistence_threshold": 0}
 SETTINGS: list[tuple[int, dict[str, Any]]] = [(1, {}), (2, {}), (3, {}), (3, {"offload_param": HOST})]
@@ -47,9 +48,9 @@ TIMEOUT_S = 60.0
 Found = tuple[list[float], dict[str, Tensor], list[float], tuple[int, int]]
 
 
-def _train(rank: int, world_size: int, case: Case, is_early: bool, between: str = "") -> Found:
-    """Train; return losses, weights and states, norms, and how many updates were kept and taken back."""
-    zero = {**SHARDED, **case.zero, "offload_optimizer": EARLY if is_early else HOST}
+def _train(rank: int, world_size: int, case: Case, is_speculative: bool, between: str = "") -> Found:
+    """Train; return losses, weights and states, norms, and how many updates were kept and rolled back."""
+    zero = {**SHARDED, **case.zero, "offload_optimizer": SPECULATIVE if is_speculative else HOST}
     case = Case(**{**vars(case), "zero": zero})
     losses, norms, kept = [], [], (0, 0)
     with late_link():
@@ -68,16 +69,18 @@ def _train(rank: int, world_size: int, case: Case, is_early: bool, between: str 
         for name, pieces in optimizer.state_dict()["states"].items():
             for piece, (state, value) in itertools.product(pieces, pieces[0]["state"].items()):
                 values[f"{name} {state} {piece['start']}"] = torch.as_tensor(value).clone()
-        early = engine._sharded.reducer.early
-        if early is not None:
-            kept = early.num_kept, early.num_taken_back
+        speculative = engine._sharded.reducer.speculative
+        if speculative is not None:
+            kept = speculative.num_kept, speculative.num_rolled_back
         engine.destroy()
     return losses, values, norms, kept
 
 
 def assert_the_same(case: Case, world_size: int = 2, between: str = "") -> tuple[int, int]:
-    """Return how many updates were kept, and how many taken back, on rank 0."""
-    found, expected = (run_on_ranks(world_size, _train, case, is_early, between)[0] for is_early in (True, False))
+    """Return how many updates were kept, and how many rolled back, on rank 0."""
+    found, expected = (
+        run_on_ranks(world_size, _train, case, is_speculative, between)[0] for is_speculative in (True, False)
+    )
     assert found[0] == expected[0]
     assert repr(found[2]) == repr(expected[2])
     assert found[1].keys() == expected[1].keys()
@@ -91,31 +94,31 @@ def assert_the_same(case: Case, world_size: int = 2, between: str = "") -> tuple
 @pytest.mark.parametrize(("precision", "accumulation"), [("fp32", 1), ("bf16", 2)])
 def test_the_same_bits(stage: int, more: dict[str, Any], precision: str, accumulation: int) -> None:
     case = Case(stage, precision, accumulation, 4, clipping=0.0, unit_numel=2500, zero=more, unused=True)
-    num_kept, num_taken_back = assert_the_same(case)
+    num_kept, num_rolled_back = assert_the_same(case)
     assert num_kept >= 4 * 3, "what could begin early did not"
-    assert num_taken_back == 0
+    assert num_rolled_back == 0
 
 
 @settings
-def test_clipped_steps_are_taken_back(stage: int, more: dict[str, Any]) -> None:
+def test_clipped_steps_are_rolled_back(stage: int, more: dict[str, Any]) -> None:
     case = Case(stage, "bf16", 1, 15, clipping=0.0, unit_numel=2500, zero=more)
     norms = sorted(run_on_ranks(2, _train, case, False)[0][2])
     clipped = Case(**{**vars(case), "clipping": norms[-4]})  # a fifth of the steps, as far as the norms stay
-    num_kept, num_taken_back = assert_the_same(clipped)
+    num_kept, num_rolled_back = assert_the_same(clipped)
     assert num_kept > 0
-    assert num_taken_back > 0
+    assert num_rolled_back > 0
 
 
 @settings
-def test_overflows_are_taken_back(stage: int, more: dict[str, Any]) -> None:
+def test_overflows_are_rolled_back(stage: int, more: dict[str, Any]) -> None:
     case = Case(stage, "fp16", 1, 12, clipping=0.0, unit_numel=2500, fp16=RESTLESS_SCALE, zero=more)
-    num_kept, num_taken_back = assert_the_same(case)
+    num_kept, num_rolled_back = assert_the_same(case)
     assert num_kept > 0
-    assert num_taken_back > 0
+    assert num_rolled_back > 0
 
 
 def test_alone_with_a_part_of_the_optimizer_and_of_the_threads() -> None:
-    zero = {"offload_optimizer": {**EARLY, "ratio": 0.5, "cpuadam_cores_perc": 0.5}}
+    zero = {"offload_optimizer": {**SPECULATIVE, "ratio": 0.5, "cpuadam_cores_perc": 0.5}}
     case = Case(2, "bf16", 2, 4, clipping=0.0, unit_numel=2500, zero=zero)
     num_kept, _ = assert_the_same(case, world_size=1)
     assert num_kept > 0
@@ -198,14 +201,22 @@ BETWEEN = {
 @pytest.mark.parametrize(("stage", "more"), SETTINGS[1:], ids=NAMES[1:])
 def test_what_a_script_does_between_backward_and_step(stage: int, more: dict[str, Any], name: str) -> None:
     case = Case(stage, "bf16", 1, 4, clipping=0.0, unit_numel=2500, zero=more)
-    num_kept, num_taken_back = assert_the_same(case, between=name)
+    num_kept, num_rolled_back = assert_the_same(case, between=name)
     assert num_kept > 0
-    assert (num_taken_back > 0) == (name in ("the rate changes", "gradients are dropped", "a backward fails"))
+    assert (num_rolled_back > 0) == (name in ("the rate changes", "gradients are dropped", "a backward fails"))
 
 
-def _saved(rank: int, world_size: int, folder: str, is_early: bool) -> dict[str, Tensor]:
+def _saved(rank: int, world_size: int, folder: str, is_speculative: bool) -> dict[str, Tensor]:
     """Save between backward and step, and load it again: a checkpoint has the states of the last step."""
-    case = Case(2, "bf16", 1, 3, clipping=0.0, unit_numel=2500, zero={"offload_optimizer": EARLY if is_early else HOST})
+    case = Case(
+        2,
+        "bf16",
+        1,
+        3,
+        clipping=0.0,
+        unit_numel=2500,
+        zero={"offload_optimizer": SPECULATIVE if is_speculative else HOST},
+    )
     engine = launcher.initialize(model=make_model(case), config=case.config(world_size))[0]
     for ((tokens, targets),) in micro_batches(case):
         engine.backward(engine(tokens, targets))
@@ -223,7 +234,7 @@ def test_a_checkpoint_has_the_states_of_the_last_step(tmp_path: Path) -> None:
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
-def _zoo(rank: int, world_size: int, name: str, is_early: bool, is_behind: bool) -> dict[str, Tensor]:
+def _zoo(rank: int, world_size: int, name: str, is_speculative: bool, is_behind: bool) -> dict[str, Tensor]:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 0,
@@ -231,7 +242,7 @@ def _zoo(rank: int, world_size: int, name: str, is_early: bool, is_behind: bool)
         "zero_optimization": {
             "stage": 2,
             "reduce_bucket_size": 200,
-            "offload_optimizer": EARLY if is_early else HOST,
+            "offload_optimizer": SPECULATIVE if is_speculative else HOST,
         },
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
     }
@@ -246,7 +257,7 @@ def _zoo(rank: int, world_size: int, name: str, is_early: bool, is_behind: bool)
 @pytest.mark.parametrize("name", ["ReentrantTied", "Mixture", "AlternatingPath"])
 @pytest.mark.parametrize("is_behind", [False, True])
 def test_late_gradients_and_unused_parameters(name: str, is_behind: bool) -> None:
-    found, expected = (run_on_ranks(2, _zoo, name, is_early, is_behind)[0] for is_early in (True, False))
+    found, expected = (run_on_ranks(2, _zoo, name, is_speculative, is_behind)[0] for is_speculative in (True, False))
     torch.testing.assert_close(found, expected, rtol=0, atol=0)
 
 
@@ -298,7 +309,7 @@ def _beside(rank: int, world_size: int, stage: int, fails: bool) -> list[str]:
         "train_micro_batch_size_per_gpu": 1,
         "steps_per_print": 0,
         "gradient_clipping": 0.0,
-        "zero_optimization": {**SHARDED, "stage": stage, "reduce_bucket_size": 72, "offload_optimizer": EARLY},
+        "zero_optimization": {**SHARDED, "stage": stage, "reduce_bucket_size": 72, "offload_optimizer": SPECULATIVE},
         "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
     }
     with mock.patch("launcher.engine.optimizer_plan.kernel_for", return_value=kernel), late_link():
@@ -325,6 +336,65 @@ def test_what_fails_in_the_thread_is_raised_in_the_step() -> None:
     assert run_on_ranks(2, _beside, 2, True) == [["no update today"]] * 2
 
 
+def _without_memory(rank: int, world_size: int) -> tuple[list[bool], int, list[str]]:
+    """Return whether each step's weights are those of steps that wait, how many were kept, and what was logged."""
+    engines = []
+    for offload in (SPECULATIVE, HOST):
+        case = Case(2, "fp32", 1, 3, clipping=0.0, unit_numel=2500, zero={**SHARDED, "offload_optimizer": offload})
+        engines.append(launcher.initialize(model=make_model(case), config=case.config(world_size))[0])
+    found, failing = [], mock.patch.object(torch, "empty_like", side_effect=MemoryError("no memory today"))
+    with logged() as lines:
+        for number, ((tokens, targets),) in enumerate(micro_batches(case)):
+            for engine in engines:
+                loss = engine(tokens, targets)
+                with failing if number == 0 and engine is engines[0] else contextlib.nullcontext():
+                    engine.backward(loss)
+                    engine._sharded.reducer.wait()
+                    for of_unit in _speculations(engine):
+                        of_unit._running.exception()
+                engine.step()
+            expected = engines[1].state_dict()
+            found.append(all(torch.equal(value, expected[name]) for name, value in engines[0].state_dict().items()))
+    return found, engines[0]._sharded.reducer.speculative.num_kept, [line for line in lines if "super_offload" in line]
+
+
+def _speculations(engine: Any) -> list[Any]:
+    speculative = engine._sharded.reducer.speculative
+    return [] if speculative is None else [each for each in speculative._of.values() if each.has_begun]
+
+
+def test_without_memory_for_the_copies_updates_wait_and_it_is_said_once() -> None:
+    for found, num_kept, lines in run_on_ranks(2, _without_memory):
+        assert found == [True] * 3
+        assert num_kept == 0
+        assert len(lines) == 1
+        assert "has failed (no memory today): from here on updates wait for the norm" in lines[0]
+
+
+def _read_elsewhere(rank: int, world_size: int) -> str:
+    case = Case(2, "fp32", 1, 1, clipping=0.0, unit_numel=2500, zero={**SHARDED, "offload_optimizer": SPECULATIVE})
+    engine, optimizer, _, _ = launcher.initialize(model=make_model(case), config=case.config(world_size))
+    (((tokens, targets),),) = micro_batches(case)
+    engine.backward(engine(tokens, targets))
+    errors: list[BaseException] = []
+
+    def read() -> None:
+        try:
+            optimizer.state_dict()
+        except EngineError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=read, name="monitor")
+    thread.start()
+    thread.join()
+    engine.step()
+    return str(errors[0]) if errors else ""
+
+
+def test_another_thread_rolls_no_update_back() -> None:
+    assert all("the thread monitor reads or writes" in text for text in run_on_ranks(2, _read_elsewhere))
+
+
 # ---- what cannot be ----
 
 
@@ -332,8 +402,8 @@ def test_what_fails_in_the_thread_is_raised_in_the_step() -> None:
     ("section", "optimizer", "says"),
     [
         ({"device": "nvme", "nvme_path": "/tmp", "super_offload": True}, "AdamW", "needs the optimizer in host memory"),
-        ({**EARLY, "delayed_update": True}, "AdamW", "exclude each other"),
-        (EARLY, "Lamb", "is not possible with Lamb"),
+        ({**SPECULATIVE, "delayed_update": True}, "AdamW", "exclude each other"),
+        (SPECULATIVE, "Lamb", "is not possible with Lamb"),
     ],
 )
 def test_a_config_that_cannot_be_is_refused(section: dict[str, Any], optimizer: str, says: str) -> None:
@@ -347,7 +417,7 @@ def test_a_config_that_cannot_be_is_refused(section: dict[str, Any], optimizer: 
 
 
 def test_a_clients_optimizer_of_another_kind_is_refused() -> None:
-    config = {"train_batch_size": 1, "zero_optimization": {"stage": 2, "offload_optimizer": EARLY}}
+    config = {"train_batch_size": 1, "zero_optimization": {"stage": 2, "offload_optimizer": SPECULATIVE}}
     model = nn.Linear(2, 2)
     with pytest.raises(EngineError, match="super_offload is not possible with NAdam"):
         launcher.initialize(model=model, config=config, optimizer=torch.optim.NAdam(model.parameters()))
