@@ -1,7 +1,7 @@
 """A rank's journal: records go through a pipe to the agent, written by a thread of its own.
 
 Whoever adds a record appends it to a queue, which costs a microsecond and never waits. The thread makes lines of what
-is there twice a second. While nobody reads the pipe the queue grows up to a bound, and what is lost then is
+is there twice a second. While the agent does not read the pipe, the queue grows up to a bound, and what is lost then is
 counted. Without `launch`, and with --no-journal, nothing is recorded. Standard library only: torch is the script's
 business.
 """
@@ -19,7 +19,7 @@ import time
 from collections import deque
 
 from launcher.base import env
-from launcher.journal.records import DOUBLED_EVERY_BYTES, VERSION
+from launcher.journal.records import DOUBLED_EVERY_BYTES, FLUSH_INTERVAL_S, VERSION
 from launcher.journal.sample import Sampler
 
 TYPE_CHECKING = False
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
-# What a rank that is killed loses at most. Each write costs three processes a wake-up, about a millisecond together.
-_FLUSH_INTERVAL_S = 0.5
 _MAX_WRITE_BYTES = 32 * 1024  # of one write: half of what a pipe holds
 _MAX_QUEUED = 10_000  # records
 _MAX_TEXT_CHARS = 2_000  # of one value of a script
@@ -84,7 +82,7 @@ class RankJournal:
         self._queue.append({"kind": kind, "time_s": round(time.time(), 4), **fields})
 
     def call_often(self, sampler: Callable[[], None]) -> None:
-        """Have the journal's thread call a function a few times a second: it may add records, and must not wait."""
+        """Have the journal's thread call a function twice a second: it may add records, and must not wait."""
         self._samplers.append(sampler)
 
     def call_at_end(self, method: Callable[[], None]) -> None:
@@ -122,7 +120,7 @@ class RankJournal:
         try:
             is_over = False
             while not is_over:
-                is_over = self._is_over.wait(_FLUSH_INTERVAL_S)
+                is_over = self._is_over.wait(FLUSH_INTERVAL_S)
                 self._sampler.look()
                 for sampler in self._samplers:
                     sampler()

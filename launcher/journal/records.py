@@ -16,6 +16,8 @@ LAUNCHER_FILE = "launcher.jsonl"
 RANK_FILE = re.compile(r"rank_(\d+)\.jsonl")
 # Files stay small: each time that one has grown by so much, records that come at intervals come half as often.
 DOUBLED_EVERY_BYTES = 16 << 20
+# What a rank that is killed loses at most. Each write wakes the agent and the launcher, too: a millisecond together.
+FLUSH_INTERVAL_S = 0.5
 
 # What a rank does, in the order of reports. Times of phases exclude each other: together they are the whole time.
 DATA, FORWARD, BACKWARD, COMMUNICATION, UPDATE, SAVE, GC, SCRIPT = PHASES = (
@@ -198,7 +200,7 @@ jq -c 'select(.kind == "step") | [.step, .loss, .duration_s]' runs/calm-otter-4f
   the script itself waits for are `communication`.
 * `launcher.log(step=step, accuracy=0.9)` adds values of your own, from any script that `launch` has started.
 * Each line is one object that begins with its `kind`. It is written by a thread of its own, which no step waits for; a
-  rank that is killed loses the last 0.2 s. Only the last line of a file may be cut off.
+  rank that is killed loses the last {FLUSH_INTERVAL_S:g} s. Only the last line of a file may be cut off.
 * Ranks of other hosts send their records to the launcher, so that all files are in one folder. Times are those of the
   host that wrote; `clock` and the two clocks in `job` and `rank` bring them together.
 * Steps shorter than 0.1 s share a record; with more than 64 ranks longer ones do, too. Each time that a file has grown

@@ -10,6 +10,7 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from hypothesis import given, settings
@@ -64,6 +65,17 @@ def test_nobody_waits_for_a_pipe_that_is_full_and_what_is_lost_is_counted(pipe: 
     dropped = sum(record["num_records"] for record in records if record["kind"] == "dropped")
     assert dropped > 0
     assert dropped + sum(record["kind"] == "log" for record in records) == 20_001
+
+
+def test_records_that_wait_are_one_write(pipe: tuple[int, int]) -> None:
+    """Each write wakes the agent and the launcher."""
+    journal = RankJournal(pipe[1])
+    with mock.patch.object(os, "write", wraps=os.write) as write:
+        for number in range(50):
+            journal.add("log", values={"number": number})
+        journal.flush()
+    assert write.call_count < 10  # the thread of the journal may have woken in between
+    journal.close()
 
 
 def test_a_child_of_the_rank_has_no_journal(monkeypatch: pytest.MonkeyPatch, pipe: tuple[int, int]) -> None:
