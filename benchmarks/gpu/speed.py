@@ -44,7 +44,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 class PlainLoop:
-    """The arithmetic of the engine as one writes it by hand: a bf16 model, fp32 masters, sums and states."""
+    """The arithmetic of the engine in a plain training loop: a bf16 model, fp32 masters, sums and states."""
 
     def __init__(self, model: nn.Module, lr: float, weight_decay: float) -> None:
         self.model, self.params = model, list(model.parameters())

@@ -67,7 +67,7 @@ class OffloadedInputs:
         return call
 
     def send(self, call: CallInputs, elements: Tensor, row: Tensor) -> OffloadedInput:
-        """Copy 1-D `elements`, which nobody else may write, to a row of host memory. Returns at once."""
+        """Copy 1-D `elements`, which no later work may write, to a row of host memory. Returns at once."""
         sent = OffloadedInput(row, call, elements, self._copier.copy(row, elements))
         call.inputs.append(weakref.ref(sent))
         self._leaving.append(sent)

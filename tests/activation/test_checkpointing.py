@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,14 +21,6 @@ from launcher.base.errors import EngineError
 
 WIDTH, LAYERS, SAMPLES = 32, 4, 16
 INPUT_BYTES = SAMPLES * WIDTH * 4
-
-
-@pytest.fixture(autouse=True)
-def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(settings, "_sources", settings._Sources())
-    checkpointing.reset()
-    yield
-    checkpointing.reset()
 
 
 class Model(nn.Module):

@@ -13,7 +13,7 @@ from harness.train.streams import COMPUTING, HOST, ModelEvent, StreamModel, mode
 from torch import Tensor, nn
 
 from launcher import checkpointing
-from launcher.activation import offloaded, saved, settings
+from launcher.activation import offloaded, saved
 from launcher.activation.offloaded import OffloadedInput, OffloadedInputs
 from launcher.comm.device import HostDeviceCopier
 from launcher.comm.streams import PASSED, Side
@@ -22,14 +22,6 @@ WIDTH, LAYERS, SAMPLES = 24, 7, 6
 ON_DEVICE = 2  # the last calls, whose inputs do not travel back
 IN_CPU = {"checkpoint_in_cpu": True}
 CONTIGUOUS = {**IN_CPU, "contiguous_checkpointing": True, "num_checkpoints": 2 * LAYERS}
-
-
-@pytest.fixture(autouse=True)
-def unconfigured(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(settings, "_sources", settings._Sources())
-    checkpointing.reset()
-    yield
-    checkpointing.reset()
 
 
 class Layer(nn.Module):
@@ -169,7 +161,7 @@ def _drops_at_once(inputs: OffloadedInputs) -> None:
     inputs._fetched.clear()
 
 
-def test_the_model_finds_a_fetch_that_nobody_waits_for() -> None:
+def test_the_model_finds_a_fetch_without_a_wait() -> None:
     with _modelled(IN_CPU) as model, mock.patch.object(OffloadedInputs, "settle", _drops_at_once):
         with pytest.raises(AssertionError) as error:
             _backward_halfway(model)

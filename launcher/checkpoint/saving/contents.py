@@ -166,8 +166,8 @@ def _others(model: nn.Module, mesh: ParallelMesh) -> Iterator[UnitContents]:
 
 # ---- How it leaves the device: through page-locked memory, beside what the device computes ----
 # A save that is waited for needs two pieces of memory: one is filled while the other is written to the file. An
-# asynchronous one copies everything before the training goes on, and the device alone waits: the next update, and what
-# else writes masters and states, joins the stream of these copies (`Side.TO_HOST`).
+# asynchronous one queues all copies before the training continues, and only the device waits for them: the next update,
+# and what else writes masters and states, joins their stream (`Side.TO_HOST`).
 
 _PIECE_BYTES = 64 * 2**20  # whole blocks of a file
 _NUM_PIECES = 2
