@@ -44,6 +44,7 @@ HOST = {"device": "cpu"}
 OPTIMIZER = {"stage": 2, "offload_optimizer": HOST}
 BOTH = {"stage": 3, "offload_optimizer": HOST, "offload_param": HOST}
 LATE = {"stage": 2, "offload_optimizer": {**HOST, "delayed_update": True, "delayed_update_warmup_steps": 1}}
+BESIDE = {"stage": 2, "offload_optimizer": {**HOST, "super_offload": True}}
 SUMS_BF16 = {"data_types": {"grad_accum_dtype": "bf16"}}
 ALL_BF16 = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}}
 
@@ -173,6 +174,7 @@ def large(device: str, work: Path) -> list[Step]:
         ("1.3b: optimizer", "1.3b", OPTIMIZER, {}, 90),
         ("1.3b: optimizer, sums in bf16", "1.3b", OPTIMIZER, SUMS_BF16, 80),
         ("1.3b: updates a step late", "1.3b", LATE, {}, 80),
+        ("1.3b: updates beside backward", "1.3b", BESIDE, {"gradient_clipping": 0.0}, 90),
         ("1.3b: parameters, too", "1.3b", BOTH, {}, 90),
         ("6.7b: optimizer, sums in bf16", "6.7b", OPTIMIZER, SUMS_BF16, 240),
         ("13b: all in bf16", "13b", BOTH, ALL_BF16, 260),

@@ -14,7 +14,6 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -34,7 +33,7 @@ from gpu.model import (
     train_plain,
     trained,
 )
-from gpu.steps import PACKAGE, attempt, row
+from gpu.steps import PACKAGE, attempt, commands, row
 from harness.train.parity import Case, micro_batches, worst_relative
 from torch.utils.checkpoint import checkpoint
 
@@ -42,6 +41,7 @@ LIMITS = {"fp32": (2e-4, 1e-3), "bf16": (5e-3, 1e-2), "fp16": (3e-3, 1e-2)}  # o
 HOST = {"device": "cpu"}
 OPTIMIZER = {"offload_optimizer": HOST}
 BOTH = {**OPTIMIZER, "offload_param": HOST}
+SPECULATIVE = {"offload_optimizer": {**HOST, "super_offload": True}}
 RATES = {"Adam": 1e-3, "Adagrad": 1e-2, "Lion": 1e-3, "SGD": 0.3, "Lamb": 2e-2, "Muon": 2e-2, "RMSprop": 1e-3}
 OF_HOSTS = ("Adagrad", "Lion", "SGD", "Lamb")  # that are compared with themselves in host memory
 Place = tuple[str, int, dict[str, Any]]  # its name, the stage, keys of `zero_optimization`
@@ -55,6 +55,7 @@ def places(names: list[str], folder: str) -> list[Place]:
         "none": [*((f"stage {stage}", stage, {}) for stage in range(4))],
         "cpu": [
             *((f"stage {stage}, optimizer in host memory", stage, OPTIMIZER) for stage in (1, 2, 3)),
+            ("stage 2, updates beside backward", 2, SPECULATIVE),
             ("stage 3, optimizer and parameters in host memory", 3, BOTH),
             ("stage 3, parameters in host memory", 3, {"offload_param": HOST}),
             ("stage 2, 0.4 of the optimizer in host memory", 2, {"offload_optimizer": {**HOST, "ratio": 0.4}}),
@@ -296,18 +297,12 @@ def _on_a_stream(name: str, case: Case) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = found.add_subparsers(required=True)
-    calls: tuple[Callable[[argparse.Namespace], None], ...] = (engine, waits, pinned, checkpoints, compiled, stream)
-    for call in calls:
-        command = commands.add_parser(call.__name__, help=call.__doc__)
-        command.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-        command.set_defaults(call=call)
-        if call is engine:
-            command.add_argument("--precision", choices=list(LIMITS), default="bf16")
-            command.add_argument("--places", default="none,cpu", help="of none, cpu, nvme; default: %(default)s")
-            command.add_argument("--group", action="store_true", help="in a process group of one rank")
-            command.add_argument("--disk", help="folder for what is on disk; default: one for temporary files")
+    found, of = commands(__doc__, (engine, waits, pinned, checkpoints, compiled, stream))
+    command = of[engine]
+    command.add_argument("--precision", choices=list(LIMITS), default="bf16")
+    command.add_argument("--places", default="none,cpu", help="of none, cpu, nvme; default: %(default)s")
+    command.add_argument("--group", action="store_true", help="in a process group of one rank")
+    command.add_argument("--disk", help="folder for what is on disk; default: one for temporary files")
     return found
 
 

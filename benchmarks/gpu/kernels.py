@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 from common import measure_in_turns, median
-from gpu.steps import attempt, row
+from gpu.steps import attempt, commands, row
 from harness.train.spans import RULES, check_update, random_shard
 from torch import Tensor
 
@@ -191,18 +191,11 @@ def rates(options: argparse.Namespace, kernel: Kernel) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = found.add_subparsers(required=True)
-    for call in (parity, rates):
-        command = commands.add_parser(call.__name__, help=call.__doc__)
-        command.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-        command.set_defaults(call=call)
-        if call is parity:
-            command.add_argument("--quick", action="store_true", help="few and small shards")
-        else:
-            command.add_argument("--numel", type=int, default=2**28)
-            command.add_argument("--rounds", type=int, default=20)
-            command.add_argument("--sweep", action="store_true", help="other shapes of Triton's programs, too")
+    found, of = commands(__doc__, (parity, rates))
+    of[parity].add_argument("--quick", action="store_true", help="few and small shards")
+    of[rates].add_argument("--numel", type=int, default=2**28)
+    of[rates].add_argument("--rounds", type=int, default=20)
+    of[rates].add_argument("--sweep", action="store_true", help="other shapes of Triton's programs, too")
     return found
 
 

@@ -24,9 +24,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from gpu.correct import BOTH, HOST, LIMITS, OPTIMIZER, compare
+from gpu.correct import BOTH, HOST, LIMITS, OPTIMIZER, SPECULATIVE, compare
 from gpu.model import Run, case_of, distance, same_bits, train_plain, trained
-from gpu.steps import ROWS, row
+from gpu.steps import ROWS, commands, row
 from harness.ports import free_port
 from harness.train.parity import Case
 from torch import Tensor
@@ -189,6 +189,7 @@ def late(options: argparse.Namespace) -> None:
     settings: list[tuple[str, int, dict[str, Any]]] = [
         ("stage 1, optimizer in host memory", 1, OPTIMIZER),
         ("stage 2, optimizer in host memory", 2, {"offload_optimizer": HOST}),
+        ("stage 2, updates beside backward", 2, SPECULATIVE),
         ("stage 3, both in host memory", 3, BOTH),
     ]
     world_size = dist.get_world_size() if dist.is_initialized() else 1
@@ -214,18 +215,12 @@ def _compare_late(name: str, case: Case, calm: Run, seed: int, options: argparse
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = found.add_subparsers(required=True)
-    for call in (two, late):
-        command = commands.add_parser(call.__name__, help=call.__doc__)
-        command.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+    found, of = commands(__doc__, (two, late))
+    for command in of.values():
         command.add_argument("--transport", choices=["nccl", "staged", "gloo"], help="default: a single process")
-        command.set_defaults(call=call)
-        if call is two:
-            command.add_argument("--precision", choices=list(LIMITS), default="bf16")
-        else:
-            command.add_argument("--seeds", type=int, default=3)
-            command.add_argument("--sleep-ms", type=float, default=3.0, help="the longest sleep; 0: none")
+    of[two].add_argument("--precision", choices=list(LIMITS), default="bf16")
+    of[late].add_argument("--seeds", type=int, default=3)
+    of[late].add_argument("--sleep-ms", type=float, default=3.0, help="the longest sleep; 0: none")
     return found
 
 

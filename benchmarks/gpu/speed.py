@@ -27,7 +27,7 @@ import torch
 from common import is_installed, median
 from gpu.kernels import KINDS, adamw_step, copy_rate, median_s
 from gpu.model import SIZES, Size, alone_in_a_group, build
-from gpu.steps import row
+from gpu.steps import commands, row
 from gpu.tracing import summary
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -357,12 +357,9 @@ def saves(options: argparse.Namespace) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Return the command line."""
-    found = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    commands = found.add_subparsers(required=True)
-    for call in (ceilings, steps, profile, offload, saves):
-        command = commands.add_parser(call.__name__, help=call.__doc__)
-        command.add_argument("--device", choices=["cuda", "cpu"], default="cuda")
-        command.set_defaults(call=call, engine="ours", zero='{"stage": 0}', recompute=False)
+    found, of = commands(__doc__, (ceilings, steps, profile, offload, saves))
+    for call, command in of.items():
+        command.set_defaults(engine="ours", zero='{"stage": 0}', recompute=False)
         if call is ceilings:
             continue
         command.add_argument("--size", choices=list(SIZES), default="1.3b")

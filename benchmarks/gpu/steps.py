@@ -6,6 +6,7 @@ counts. After every step the page and the JSON are written anew: a part that is 
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -46,6 +47,19 @@ def row(case: str, **facts: Any) -> None:
         with open(os.environ[ROWS], "a") as file:
             file.write(line + "\n")
     print(line, flush=True)
+
+
+def commands(
+    description: str | None, calls: Sequence[Callable[..., None]]
+) -> tuple[argparse.ArgumentParser, dict[Callable[..., None], argparse.ArgumentParser]]:
+    """Return a parser with a command for each function, which `options.call` is, and the parsers of these."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    added, found = parser.add_subparsers(required=True), {}
+    for call in calls:
+        found[call] = added.add_parser(call.__name__, help=call.__doc__)
+        found[call].add_argument("--device", choices=["cuda", "cpu"], default="cuda")
+        found[call].set_defaults(call=call)
+    return parser, found
 
 
 def attempt(case: str, call: Callable[[], T]) -> T | None:
