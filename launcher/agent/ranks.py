@@ -21,7 +21,19 @@ from launcher.agent.spawn import (
     without_own_frames,
 )
 from launcher.agent.stacks import StackRequest
-from launcher.agent.wire import MAX_READ_BYTES, STDERR, TRACE, Exited, Outbox, Progress, Raised, Spawn, Started, Trace
+from launcher.agent.wire import (
+    JOURNAL,
+    MAX_READ_BYTES,
+    STDERR,
+    TRACE,
+    Exited,
+    Outbox,
+    Progress,
+    Raised,
+    Spawn,
+    Started,
+    Trace,
+)
 from launcher.base.progress import read_counter
 from launcher.journal.trace_request import AnswerHead
 
@@ -30,6 +42,9 @@ if TYPE_CHECKING:
     from launcher.agent.spawn import RankProcess
 
 _MAX_CRASH_BYTES = 1 << 20  # of stacks that are sent at once
+# Journals are read with the heartbeats: each read wakes the launcher, too, which ranks on all processors would pay for.
+# One with so much in its pipe, which holds twice that, is read as it comes until it has less.
+_FULL_JOURNAL_BYTES = 32 << 10
 _DRAIN_S = 0.5  # how long a child that outlives a rank which exited with 0 may keep writing
 
 
@@ -60,8 +75,7 @@ class Ranks:
         self._progress_at_s, self._progress_interval_s = 0.0, spec.progress_interval_s
         rank = spawn_rank(spec, local_rank, scratch, cores, call_fd)
         self._by_pid[rank.pid] = rank
-        for descriptor in rank.streams:
-            set_watched(self._selector, descriptor, self._is_read, rank)
+        self._watch_streams(rank)
         self._outbox.send(Started(rank.number, rank.pid))
 
     def forget(self) -> None:
@@ -88,22 +102,33 @@ class Ranks:
             return
         self._is_read = has_room
         for rank in self._by_pid.values():
-            for descriptor in rank.streams:
-                set_watched(self._selector, descriptor, has_room, rank)
+            self._watch_streams(rank)
 
-    def read(self, descriptor: int, rank: RankProcess) -> None:
-        """Read a pipe that has data or has ended."""
+    def _watch_streams(self, rank: RankProcess) -> None:
+        for descriptor, stream in rank.streams.items():
+            is_awaited = stream != JOURNAL or rank.status is not None  # then its end, too
+            set_watched(self._selector, descriptor, self._is_read and is_awaited, rank)
+
+    def read(self, descriptor: int, rank: RankProcess) -> int:
+        """Read a pipe that has data or has ended; return how many bytes."""
         room_bytes = self._outbox.room_bytes()
         if room_bytes == 0:  # another pipe has taken it in this turn
-            return
+            return 0
         try:
             data = os.read(descriptor, room_bytes)
         except BlockingIOError:
-            return
+            return 0
         if data:
             self._outbox.send_output(rank.number, rank.streams[descriptor], data)
         else:
             self._close_stream(rank, descriptor)
+        return len(data)
+
+    def _read_journal(self, rank: RankProcess) -> None:
+        for descriptor in [each for each, stream in rank.streams.items() if stream == JOURNAL]:
+            is_full = self.read(descriptor, rank) >= _FULL_JOURNAL_BYTES
+            if descriptor in rank.streams:
+                set_watched(self._selector, descriptor, self._is_read and is_full, rank)
 
     def _drain(self, rank: RankProcess, descriptor: int) -> None:
         """Read what is there now; a child of the rank may hold the pipe open for ever, and write as fast as we read."""
@@ -164,6 +189,8 @@ class Ranks:
                 if progress != rank.progress:
                     rank.progress = progress
                     self._outbox.send(Progress(rank.number, *progress.as_dict().values()))
+                if rank.status is None:
+                    self._read_journal(rank)
                 self._send_crash(rank)  # of a fork: the rank itself may run for long after it
         if self._stack_request is not None:
             for answer in self._stack_request.take_answers():
@@ -209,6 +236,7 @@ class Ranks:
                 self.all_exited_with_0 = self.all_exited_with_0 and rank.status == 0
                 rank.max_rss_bytes = usage.ru_maxrss * 1024
                 rank.record = rank.record or read_record(rank.error_file)
+                self._watch_streams(rank)
                 killed += [rank] if rank.status == -signal.SIGKILL else []
         for rank in sorted(killed, key=lambda rank: -rank.max_rss_bytes):
             rank.oom = self._oom_watch.evidence()

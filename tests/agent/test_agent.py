@@ -351,6 +351,26 @@ def test_heartbeats_are_reported_as_often_as_was_asked_for(agent: Agent, tmp_pat
     assert counts == sorted(counts)
 
 
+def test_journals_are_read_with_the_heartbeats(agent: Agent, tmp_path: Path) -> None:
+    """The first is read at the start, too; the last when the rank has exited."""
+    write = "os.write(int(os.environ['LAUNCH_JOURNAL_FD'].partition(':')[2]), b'x' * 100)"
+    agent.send(spawn(scripts.write(tmp_path, f"import os, time\nfor _ in range(200): {write}; time.sleep(0.01)")))
+    begin_s = time.monotonic()
+    reads = [m for m in agent.receive_all() if isinstance(m, Output) and m.stream == "journal"]
+    assert sum(len(m.data) for m in reads) == 20_000
+    assert len(reads) <= time.monotonic() - begin_s + 3
+
+
+def test_a_journal_that_is_flooded_is_read_as_it_comes(agent: Agent, tmp_path: Path) -> None:
+    """A pipe holds 64 KiB, so that heartbeats alone would take 128 of them."""
+    write = "os.write(int(os.environ['LAUNCH_JOURNAL_FD'].partition(':')[2]), b'x' * 1024)"
+    agent.send(spawn(scripts.write(tmp_path, f"import os\nfor _ in range(8192): {write}"), progress_interval_s=1.0))
+    begin_s = time.monotonic()
+    reads = [m for m in agent.receive_all() if isinstance(m, Output) and m.stream == "journal"]
+    assert sum(len(m.data) for m in reads) == 8 << 20
+    assert len(reads) > 2 * (time.monotonic() - begin_s)
+
+
 def test_a_folder_that_is_missing_is_named(agent: Agent, tmp_path: Path) -> None:
     script = scripts.write(tmp_path, "pass")
     agent.send(Spawn(new_job_id(), [["script", str(script)]], str(tmp_path / "gone"), {}, [{"RANK": "0"}], None, 1.0))
