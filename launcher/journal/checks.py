@@ -194,10 +194,11 @@ def check_communication(state: State, window: Window) -> Iterator[Finding]:
     if len(window.ranks) < 2 or window.wait_phases != (COMMUNICATION,) or window.iteration_s < _LEAST_STEP_S:
         return
     shares = [wait / step for wait, step in zip(window.phase(COMMUNICATION), window.step_s, strict=True) if step]
-    place = min(range(len(shares)), key=shares.__getitem__)
-    share = shares[place]
+    share = min(shares, default=0.0)
     facts = {"time": _time(share * window.iteration_s)}
-    yield Finding("communication", share - state.noise - window.waits_for_cpu[place], facts=facts, raw=share)
+    # While one rank waits for a processor, the others wait for it in a collective.
+    load = max(window.waits_for_cpu)
+    yield Finding("communication", share - state.noise - load, facts=facts, raw=share)
 
 
 def check_gc(state: State, window: Window) -> Iterator[Finding]:

@@ -183,14 +183,25 @@ def test_a_few_slow_steps_are_nothing() -> None:
     assert FakeJob(changes=(longer("data", 2.0, every=100),), num_steps=400).verdicts() == []
 
 
-@pytest.mark.parametrize(("waits", "names"), [(0.0, [("input", None)]), (0.12, [])])
-def test_input_is_late_where_processors_are_short(waits: float, names: list[tuple[str, int | None]]) -> None:
+@pytest.mark.parametrize(
+    ("phase", "time_s", "waits", "names"),
+    [
+        ("data", 0.03, (0.0, 0.0, 0.0, 0.0), [("input", None)]),
+        ("data", 0.03, (0.12, 0.12, 0.12, 0.12), []),
+        ("communication", 0.2, (0.0, 0.0, 0.0, 0.0), [("communication", None)]),
+        ("communication", 0.2, (0.0, 0.0, 0.0, 0.3), []),
+    ],
+)
+def test_what_ranks_wait_for_processors_is_taken_off(
+    phase: str, time_s: float, waits: tuple[float, ...], names: list[tuple[str, int | None]]
+) -> None:
+    """Those who read data are short of processors, too; in collectives the others wait for the one that is."""
     samples: list[tuple[int | None, dict[str, Any]]] = [
-        (rank, {"kind": "sample", "time_s": START_S + second, "cpu_wait_s": waits * second})
+        (rank, {"kind": "sample", "time_s": START_S + second, "cpu_wait_s": share * second})
         for second in range(0, 80, 5)
-        for rank in range(4)
+        for rank, share in enumerate(waits)
     ]
-    assert _names(FakeJob(changes=(longer("data", 0.03),), extra=samples).verdicts()) == names
+    assert _names(FakeJob(changes=(longer(phase, time_s),), extra=samples).verdicts()) == names
 
 
 def test_warming_up_is_nothing() -> None:
