@@ -149,3 +149,34 @@ class BufferPool:
         if self.device.type == "cpu" and numel >= _LARGE_NUMEL:
             with contextlib.suppress(OSError, AttributeError):  # another C library
                 ctypes.CDLL(None).malloc_trim(0)
+
+
+class LentTensor:
+    """A 1-D tensor that has memory while it is needed. Views of it that were made while it had stay views of it."""
+
+    def __init__(self, numel: int, dtype: torch.dtype, pool: BufferPool) -> None:
+        """It has zeros at first. The memory belongs to the current stream, as all that `borrow` takes must."""
+        self.tensor = torch.zeros(numel, dtype=dtype, device=pool.device)
+        self._pool = pool
+        self._is_borrowed = False  # from the pool
+
+    @property
+    def has_memory(self) -> bool:
+        """Whether the tensor may be read."""
+        return self.tensor.untyped_storage().nbytes() > 0 or not self.tensor.numel()
+
+    def borrow(self) -> Tensor:
+        """Return the tensor, with memory of undefined content where it had none."""
+        if not self.has_memory:
+            self._pool.lend(self.tensor.untyped_storage(), self.tensor.nbytes)
+            self._is_borrowed = True
+        return self.tensor
+
+    def give_back(self) -> None:
+        """Leave the tensor without memory. The current stream must have waited for all other uses of it."""
+        storage = self.tensor.untyped_storage()
+        if self._is_borrowed:
+            self._pool.take_back(storage)
+            self._is_borrowed = False
+        else:
+            storage.resize_(0)

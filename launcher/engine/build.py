@@ -287,6 +287,10 @@ def _shard(
     if isinstance(optimizer, OneBitFlat):
         one_bit = optimizer
         reducer.skips_reduction = lambda: one_bit.skips_reduction
+    if optimizer.steps_behind_host:
+        for unit in units:
+            if unit.grads is not None:
+                unit.grads.give_sum_back()
     delayed = None
     if policy.offload.is_delayed and isinstance(optimizer, UnitOptimizer):
         delayed = DelayedUpdate(units, optimizer, policy, mesh)

@@ -22,18 +22,18 @@ from launcher.zero.step import StepOutcome, first_bad_gradient
 from launcher.zero.unit import FlatUnit
 
 
-def reason(units: list[FlatUnit], group: RankGroup, losses: list[Tensor], norm: float) -> str:
+def reason(units: list[FlatUnit], group: RankGroup, losses: list[Tensor], outcome: StepOutcome) -> str:
     """Name the ranks whose loss is not finite, or else the parameter whose gradient is not. Every rank must call it.
 
-    losses: of this rank's micro-batches since the last step, as far as the engine has seen any; norm: of all gradients.
+    losses: of this rank's micro-batches since the last step, as far as the engine has seen any.
     """
     mean = torch.stack([loss.float() for loss in losses]).mean().item() if losses else 0.0
     by_rank = group.communicator.gather_scalars(mean)
     bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(by_rank) if not math.isfinite(loss)]
     if bad:
         return f"the loss is {', '.join(bad[:8])}"
-    first = first_bad_gradient(units, group)
-    return f"the gradient norm is {norm}" + (f", first in {first}" if first else "")
+    first = first_bad_gradient(units, group, outcome.first_bad)
+    return f"the gradient norm is {outcome.norm}" + (f", first in {first}" if first else "")
 
 
 @dataclass
@@ -56,8 +56,8 @@ class LastStep:
     What is read of the step waits for the norm (`wait_for_outcome`), and takes the schedule and the counters back if
     the device has skipped the update. That is local to a rank, so each may read when it likes. Why a norm is not finite
     is found together (`report`), when every rank begins the next backward: then the gradients are still where they
-    were, and the device has the update and the next forward to work on while the host waits for a norm that came before
-    both.
+    were, or the step has searched them. The device has the update and the next forward to work on while the host waits
+    for a norm that came before both.
     """
 
     def __init__(self, units: list[FlatUnit], optimizer: ZeroOptimizer | None, mesh: ParallelMesh) -> None:
@@ -181,7 +181,7 @@ class LastStep:
         assert self._optimizer is not None
         norm, is_skipped = step.outcome.norm, step.outcome.is_skipped
         is_finite = math.isfinite(norm)
-        why = "" if is_finite else reason(self._units, self._group, step.losses, norm)
+        why = "" if is_finite else reason(self._units, self._group, step.losses, step.outcome)
         self._optimizer.note_step(overflow=is_skipped)
         if step.scale_error is not None:
             raise step.scale_error

@@ -147,3 +147,11 @@ class Kernel(Protocol):
         Of finite gradients it is finite: squares of fp32 are summed such that they do not overflow early.
         """
         ...
+
+    def measure(self, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return what `sum_of_squares` does, and int64 [2] on the same device: the first element that is not finite.
+
+        It is the index of its gradient among `grads`, and its index there; -1, -1 where all are finite. On a GPU the
+        host waits for nothing.
+        """
+        ...

@@ -57,12 +57,17 @@ def update_problem(kernel: Kernel, rule: Rule, num_states: int, types: SpanTypes
 
 
 def norm_problem(kernel: Kernel, device: torch.device) -> str | None:
-    """Say what is wrong with the sums of squares of `kernel` on `device`; None: they are the reference's."""
+    """Say what is wrong with what `kernel` measures of gradients on `device`; None: it is the reference's."""
     grads = [_wave(length, 0.7) for length in _LENGTHS]
-    expected = ReferenceKernel().sum_of_squares(grads)
-    found = kernel.sum_of_squares([grad.to(device) for grad in grads]).cpu()
-    error = _error(found.reshape(1), expected.reshape(1))
-    return None if error <= _TOLERANCE else f"computes another norm than the reference: the difference is {error:.1e}"
+    expected, nowhere = ReferenceKernel().measure(grads)
+    found, place = kernel.measure([grad.to(device) for grad in grads])
+    error = _error(found.cpu().reshape(1), expected.reshape(1))
+    if not error <= _TOLERANCE:
+        return f"computes another norm than the reference: the difference is {error:.1e}"
+    grads[-1][-1] = torch.nan
+    _, bad_place = kernel.measure([grad.to(device) for grad in grads])
+    is_right = torch.equal(place.cpu(), nowhere) and bad_place.tolist() == [len(grads) - 1, len(grads[-1]) - 1]
+    return None if is_right else "finds another gradient that is not finite than the reference"
 
 
 def edits_problem(take_edits: Callable[[Tensor, Tensor], None], dtype: torch.dtype, device: torch.device) -> str | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from launcher.base.env import CPU_KERNEL
 from launcher.kernels.api import Adagrad, Adam, DeviceScale, GradScale, Kernel, Lamb, Lion, Rule, Sgd, Span
+from launcher.kernels.reference import first_bad_element
 
 LIBRARY = Path(__file__).with_name("libcpu_kernels.so")
 _ABI_VERSION = 2  # of csrc/library.cpp
@@ -112,6 +113,11 @@ class CpuKernel:
         threads = num_threads()
         total = self._library.launch_sum_of_squares(self._isa, arrays, numels, len(grads), threads)
         return torch.tensor(total, dtype=torch.float64)
+
+    def measure(self, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the sum of squares, and where the first element is that is not finite: as `Kernel.measure` does."""
+        total = self.sum_of_squares(grads)
+        return total, torch.tensor([-1, -1]) if total.isfinite() else first_bad_element(grads)
 
     def scaled_copy(self, target: Tensor, source: Tensor, scale: float) -> None:
         """Write `source` times `scale` to `target`, past the caches. Both: contiguous fp32 of one length.

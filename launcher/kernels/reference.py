@@ -57,6 +57,27 @@ class ReferenceKernel:
         """Return the sum of squares of all elements, scalar fp64."""
         return torch.stack([grad.double().square().sum() for grad in grads]).sum()
 
+    def measure(self, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the sum of squares, and where the first element is that is not finite: as `Kernel.measure` does."""
+        return self.sum_of_squares(grads), first_bad_element(grads)
+
+
+def first_bad_element(grads: Sequence[Tensor]) -> Tensor:
+    """Return int64 [2]: which gradient has the first element that is not finite, and where; -1, -1 where none has.
+
+    Of several largest elements `argmax` returns the first.
+    """
+    device = grads[0].device
+    bad = {index: grad.isfinite().logical_not_() for index, grad in enumerate(grads) if grad.numel()}
+    nowhere = torch.full((2,), -1, dtype=torch.int64, device=device)
+    if not bad:
+        return nowhere
+    are_bad = torch.stack([each.any() for each in bad.values()])
+    places = torch.stack([each.int().argmax() for each in bad.values()])
+    pairs = torch.stack([torch.tensor([*bad], device=device), places], dim=1)
+    first = pairs.index_select(0, are_bad.int().argmax(keepdim=True))[0]
+    return torch.where(are_bad.any(), first, nowhere)
+
 
 def _scaled(grad: Tensor, grad_scale: float | Tensor) -> Tensor:
     return grad.float() * grad_scale

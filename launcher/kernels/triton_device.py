@@ -114,6 +114,30 @@ def sum_of_squares(
 
 
 @triton.jit
+def first_bad_element(
+    table: tl.tensor,
+    block_spans: tl.tensor,
+    block: tl.tensor,
+    place: tl.tensor,
+    DTYPES: tl.constexpr,
+    BLOCK: tl.constexpr,
+) -> None:
+    """Find the first gradient in one block that is not finite. Grid: 1. block: address of its number, int64.
+
+    place: int64 [2], receives the row of the span's output and the element in the span; -1, -1 where all are finite.
+    """
+    number = tl.load(block)
+    row = table + tl.load(block_spans + number) * NUM_COLUMNS
+    start = (number - tl.load(row + FIRST_BLOCK)) * BLOCK
+    lanes = tl.arange(0, BLOCK)
+    exist = lanes < tl.load(row + NUMEL) - start
+    grad = _read(row + GRAD, start, lanes, exist, DTYPES[0], False)
+    first = tl.min(tl.where(exist & ~(tl.abs(grad) < float("inf")), lanes, BLOCK))
+    tl.store(place, tl.where(first < BLOCK, tl.load(row + OUTPUT_ROW), -1))
+    tl.store(place + 1, tl.where(first < BLOCK, start + first, -1))
+
+
+@triton.jit
 def sum_blocks_of_spans(
     table: tl.tensor, partials: tl.tensor, sums: tl.tensor, BLOCK: tl.constexpr, CHUNK: tl.constexpr
 ) -> None:

@@ -2,9 +2,10 @@
 
 A launch reads three tables on the device. What is uploaded, and when:
 
-* The table of spans (int64 [num_spans, 9]: lengths, first blocks, addresses) and the span of each block (int32
-  [num_blocks]): when a call brings spans at other addresses or of other lengths than the last `_NUM_KEPT` calls did. In
-  training that is in the first step: the engine updates, and measures, all units in one call each.
+* The table of spans (int64 [num_spans, 9]: lengths, first blocks, addresses): when a call brings spans at other
+  addresses than the last `_NUM_KEPT` calls did. In training that is in the first step, where the memory of gradients
+  lasts: the engine updates, and measures, all units in one call each.
+* The span of each block (int32 [num_blocks]): when a call brings spans of other lengths.
 * The table of hyper-parameters (fp32 [num_spans, 9]): when one of them has changed. With Adam that is in every step,
   because of its bias corrections, which are computed here in fp64.
 
@@ -22,7 +23,7 @@ Tables belong to the stream that was current when they were made: use a kernel o
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, lru_cache
 from itertools import accumulate
@@ -83,7 +84,8 @@ class TritonKernel:
         self._block_numel = block_numel
         self.is_interpreted = not isinstance(triton_device.update, triton.JITFunction)
         self.name = f"Triton {triton.__version__}" + (", interpreted" if self.is_interpreted else "")
-        self._tables = lru_cache(_NUM_KEPT)(_upload_tables)
+        self._table = lru_cache(_NUM_KEPT)(_upload_table)
+        self._block_spans = lru_cache(_NUM_KEPT)(_upload_block_spans)
         self._factors = lru_cache(_NUM_KEPT)(_upload_factors)
 
     def update(self, spans: Sequence[Span], grad_scale: GradScale = 1.0) -> None:
@@ -112,13 +114,36 @@ class TritonKernel:
 
     def sum_of_squares(self, grads: Sequence[Tensor]) -> Tensor:
         """Return the sum of squares of all elements, scalar fp64 on their device: the same bits every time."""
-        totals = []
+        return torch.stack([partials.sum() for _, _, partials in self._squares(grads)]).sum()
+
+    def measure(self, grads: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+        """Return the sum of squares, and where the first element is that is not finite: as `Kernel.measure` does.
+
+        What is searched is the sums of the blocks, and one block.
+        """
+        totals, found = [], []
+        for part, tables, partials in self._squares(grads):
+            totals.append(partials.sum())
+            if not len(partials):
+                continue
+            place = torch.empty(2, dtype=torch.int64, device=part.device)
+            block = partials.isfinite().logical_not_().int().argmax()  # the first of the largest
+            self._launch(self._code.first_bad_element, part, tables, block, place, num_programs=1)
+            found.append(place)
+        total = torch.stack(totals).sum()
+        if not found:
+            return total, torch.full((2,), -1, dtype=torch.int64, device=total.device)
+        places = torch.stack(found)
+        order = torch.where(places[:, 0] < 0, len(grads), places[:, 0])
+        return total, places.index_select(0, order.argmin(keepdim=True))[0]
+
+    def _squares(self, grads: Sequence[Tensor]) -> Iterator[tuple[_Part, _Tables, Tensor]]:
+        """Yield the parts of a call with the sum of squares of each block, fp64 [num_blocks]."""
         for part in _parts([(grad, None, None, None, None) for grad in grads]):
             tables = self._tables_of(part)
             partials = torch.empty(len(tables.block_spans), dtype=torch.float64, device=part.device)
             self._launch(self._code.sum_of_squares, part, tables, partials)
-            totals.append(partials.sum())
-        return torch.stack(totals).sum()
+            yield part, tables, partials
 
     def take_edits(self, master: Tensor, values: Tensor) -> None:
         """Write to fp32 `master` the bf16 or fp16 `values` that differ from it rounded: 1-D, contiguous, of one length.
@@ -137,32 +162,42 @@ class TritonKernel:
                 num_warps=_NUM_WARPS,
             )
 
-    def _launch(self, kernel: Any, part: _Part, tables: _Tables, *arguments: Tensor | float, **constants: str) -> None:
-        """Start one program for each block of the spans of `part`."""
+    def _launch(
+        self,
+        kernel: Any,
+        part: _Part,
+        tables: _Tables,
+        *arguments: Tensor | float,
+        num_programs: int | None = None,
+        **constants: str,
+    ) -> None:
+        """Start so many programs; None: one for each block of the spans of `part`."""
         if not len(tables.block_spans):
             return
         with torch.cuda.device_of(tables.spans):
-            kernel[(len(tables.block_spans),)](
+            kernel[(num_programs or len(tables.block_spans),)](
                 tables.spans,
                 tables.block_spans,
                 *arguments,
-                DTYPES=tuple(self._dtype(tensor) for tensor in part.tensors[0]),
+                DTYPES=self._dtypes(part),
                 BLOCK=self._block_numel,
                 **constants,
                 num_warps=_NUM_WARPS,
                 enable_fp_fusion=False,
             )
 
-    def _dtype(self, tensor: Tensor | None) -> Any:
-        """Return Triton's name for the dtype of `tensor`."""
-        return None if tensor is None else getattr(self._language, str(tensor.dtype).removeprefix("torch."))
+    def _dtypes(self, part: _Part) -> tuple[Any, ...]:
+        """Return Triton's names for the dtypes of a span's tensors."""
+        names = (None if tensor is None else str(tensor.dtype).removeprefix("torch.") for tensor in part.tensors[0])
+        return tuple(None if name is None else getattr(self._language, name) for name in names)
 
     def _tables_of(self, part: _Part) -> _Tables:
         rows = tuple(
             (place, _gradient(tensors).numel(), *(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
             for place, tensors in zip(part.places, part.tensors, strict=True)
         )
-        return self._tables(rows, self._block_numel, part.device)
+        block_spans = self._block_spans(tuple(numel for _, numel, *_ in rows), self._block_numel, part.device)
+        return _Tables(self._table(rows, self._block_numel, part.device), block_spans)
 
     def _factors_of(self, part: _Part, spans: Sequence[Span]) -> Tensor:
         return self._factors(tuple(factors_of(spans[place].rule) for place in part.places), part.device)
@@ -187,16 +222,20 @@ def _parts(spans: list[_Tensors]) -> list[_Part]:
     return list(parts.values())
 
 
-def _upload_tables(rows: tuple[tuple[int, ...], ...], block_numel: int, device: torch.device) -> _Tables:
-    """Make the tables of spans. rows: of each span its place in the call, its length and its five addresses."""
-    num_blocks = [-(-numel // block_numel) for _, numel, *_ in rows]
-    first_blocks = accumulate(num_blocks, initial=0)
+def _upload_table(rows: tuple[tuple[int, ...], ...], block_numel: int, device: torch.device) -> Tensor:
+    """Make the table of spans. rows: of each span its place in the call, its length and its five addresses."""
+    first_blocks = accumulate((-(-numel // block_numel) for _, numel, *_ in rows), initial=0)
     table = [
         [numel, first_block, place, all(address % _ALIGNMENT_BYTES == 0 for address in addresses), *addresses]
         for (place, numel, *addresses), first_block in zip(rows, first_blocks, strict=False)
     ]
-    block_spans = torch.arange(len(rows), dtype=torch.int32).repeat_interleave(torch.tensor(num_blocks))
-    return _Tables(to_device(torch.tensor(table), device), to_device(block_spans, device))
+    return to_device(torch.tensor(table), device)
+
+
+def _upload_block_spans(numels: tuple[int, ...], block_numel: int, device: torch.device) -> Tensor:
+    """Make the table of which span each block is of."""
+    num_blocks = torch.tensor([-(-numel // block_numel) for numel in numels])
+    return to_device(torch.arange(len(numels), dtype=torch.int32).repeat_interleave(num_blocks), device)
 
 
 def _upload_factors(rows: tuple[tuple[float, ...], ...], device: torch.device) -> Tensor:

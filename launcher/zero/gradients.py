@@ -9,6 +9,12 @@ earlier micro-batches, the norm, the copy to host memory. The computing waits fo
 * where it reads the sums: before the optimizer (`GradientReducer.wait`), and when one is read earlier.
 
 What reductions write, the computing has read before it starts the next one, for which they wait.
+
+[Note: memory of sums] Activations are largest at the end of forward, which needs no sums of gradients: in a 16-bit run
+these are 4 of 18 bytes a parameter. On a GPU a unit's sum has memory from its first use in a backward to the end of the
+step. What is asked later, which gradient was not finite, is found in the step (`Kernel.measure`). A sum keeps its
+memory on a CPU, where new pages are dear; where `param.grad` shows it, of which a script may hold views; and where the
+host takes part in the step, as with LAMB: it reads sums after it.
 """
 
 from __future__ import annotations
@@ -19,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.comm import observe
+from launcher.comm.buffers import LentTensor
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
@@ -146,21 +153,24 @@ class UnitGradients:
         self._early_scale = 1.0 if group.runtime.is_async_device else self._codec.exact_scale
         self._sends_what_autograd_makes = self._is_kept_full and self._codec.sends_what_autograd_makes
         sum_dtype = TORCH_DTYPES[policy.precision.grad]
-        # 1-D [padded] in the type of sums, where all of it is kept until the step.
-        full = torch.zeros(layout.padded_numel, dtype=sum_dtype, device=group.device) if self._is_kept_full else None
-        self._full = full
+        # 1-D in the type of sums: [padded] where all of it is kept until the step, else [owned].
+        kept: LentTensor | None = None
+        if self._is_kept_full or not offloads_sums:
+            kept = LentTensor(layout.padded_numel if self._is_kept_full else len(owned), sum_dtype, group.buffers)
+        self._memory = kept
+        self._full = full = kept.tensor if kept is not None and self._is_kept_full else None
         self._local = LocalGradients(
             params,
             layout,
             group.buffers,
             dtype=self._codec.dtype,
-            kept=full,
+            kept=kept if self._is_kept_full else None,
             scale=self._early_scale,
             moves_together=group.streams.is_async,
         )
-        own_sum = None if full is None else full[owned.start : owned.stop]
-        if full is None and not offloads_sums:
-            own_sum = torch.zeros(len(owned), dtype=sum_dtype, device=group.device)
+        own_sum = None if kept is None else kept.tensor
+        if full is not None:
+            own_sum = full[owned.start : owned.stop]
         turns = policy.offload.is_delayed
         self._sum = OwnedGradient(len(owned), sum_dtype, group, placement, kept=own_sum, turns=turns)
         self._arriving: Tensor | None = None  # the sum of a further micro-batch: 1-D [owned], or [padded] of all ranks
@@ -182,6 +192,8 @@ class UnitGradients:
         self.is_shown = self.is_shown and all(param.dtype == sum_dtype for param in params)
         self._is_measured_early = not (group.runtime.is_async_device or self.is_shown) or offloads_sums
         self._is_written_early = False  # to `param.grad`, before a further backward
+        has_copies = any(map(is_copy, params))  # other ranks may measure them
+        self._lends_sum = not (placement.is_offloaded or self._is_measured_early or self.is_shown or has_copies)
 
     @property
     def owned_grad(self) -> Tensor:
@@ -200,6 +212,16 @@ class UnitGradients:
     def buffers(self) -> list[Tensor]:
         """Return the memory of sums that lasts from step to step."""
         return ([] if self._full is None else [self._full]) + self._sum.buffers()
+
+    def give_sum_back(self) -> None:
+        """Leave the sum without memory until the next one, where that may be: see [Note: memory of sums]."""
+        if self._lends_sum and self._memory is not None:
+            self._memory.give_back()
+
+    @property
+    def has_sum(self) -> bool:
+        """Whether there are values of the sum, in memory or on disk."""
+        return self._memory is None or self._memory.has_memory
 
     @property
     def arrival(self) -> StreamEvent:
@@ -352,6 +374,8 @@ class UnitGradients:
             self._reduction = Pending()
             return
         remaining = self._codec.divide_before(local, remaining)
+        if self._memory is not None:
+            self._memory.borrow()
         ready = self._streams.record()
         with observe.unit_span("reduction", self._label), self._streams.on(Side.REDUCE):
             ready.wait()
@@ -504,14 +528,16 @@ class UnitGradients:
         return self._square
 
     @property
-    def unmeasured(self) -> list[Tensor] | None:
+    def unmeasured(self) -> list[tuple[int, Tensor]] | None:
         """This rank's share of the gradient, 1-D each on the device, whose squares are summed with those of all units.
+
+        With each is where in the owned range it begins.
 
         None: `square` has them. All reductions must have been waited for.
         """
         if self._is_measured_early or self._is_unreduced:
             return None
-        return [self.owned_grad[part] for part in self._counted]
+        return [(part.start, self.owned_grad[part]) for part in self._counted]
 
     def _measured(self, grad: Tensor) -> Tensor:
         is_full = self._is_unreduced

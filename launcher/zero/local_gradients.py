@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from launcher.base.errors import EngineError
-from launcher.comm.buffers import BufferPool
+from launcher.comm.buffers import BufferPool, LentTensor
 from launcher.comm.torch_internals import is_in_backward, no_torch_function, wrapper_of
 from launcher.kernels.cpu import scaled_copy
 from launcher.sharding.layout import UnitLayout
@@ -66,11 +66,12 @@ class LocalGradients:
         buffers: BufferPool,
         *,
         dtype: torch.dtype,
-        kept: Tensor | None,
+        kept: LentTensor | None,
         scale: float,
         moves_together: bool,
     ) -> None:
-        """kept: 1-D [padded], a buffer that lasts; None: one of `dtype` is borrowed from `buffers` while it is needed.
+        """kept: 1-D [padded], a buffer that lasts until the step; None: one of `dtype` is borrowed from `buffers` while
+        it is needed.
 
         scale: what gradients are multiplied by as they are taken. moves_together: once a unit has all of them.
         """
@@ -260,7 +261,7 @@ class LocalGradients:
     def flat(self) -> Tensor:
         """Return the buffer, 1-D [padded]."""
         if self._kept is not None and not self._is_outgoing:
-            return self._kept
+            return self._kept.borrow()
         if self._borrowed is None:
             self._borrowed = self._buffers.borrow(self._layout.padded_numel, self._dtype)
         return self._borrowed

@@ -44,6 +44,15 @@ def sum_of_all_squares(grads: Sequence[Tensor]) -> Tensor:
     return torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)).double().square().sum()
 
 
+def measure_all(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Return what `sum_of_all_squares` does, and where the first element is that is not finite: see `Kernel.measure`.
+
+    None: there is no kernel that finds it without another pass over the gradients.
+    """
+    kernel = kernel_for(grads[0].device.type)
+    return (sum_of_all_squares(grads), None) if kernel is None else kernel.measure(grads)
+
+
 class OwnedGradient:
     """Sums over ranks and micro-batches, added up in `grad`. The optimizer reads `optimizer_grad`.
 

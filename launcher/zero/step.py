@@ -22,7 +22,7 @@ from launcher.kernels.api import DeviceScale
 from launcher.kernels.cpu import part_of_threads
 from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
 from launcher.zero.gradients import UnitGradients
-from launcher.zero.owned_gradient import sum_of_all_squares
+from launcher.zero.owned_gradient import measure_all, sum_of_all_squares
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.speculative_update import SpeculativeUpdate
 from launcher.zero.tensors import digest
@@ -120,6 +120,25 @@ class DelayedUpdate:
 CLIP_EPSILON = 1e-6
 
 
+@dataclass(frozen=True)
+class FirstBad:
+    """Where this rank's first gradient is that is not finite, as the device has found it."""
+
+    measured: Sequence[tuple[UnitGradients, int]]  # and where in the owned range what was measured begins
+    place: Tensor  # int64 [2]: which of them, and the element in it; -1, -1: all are finite
+
+    def find(self) -> tuple[UnitGradients, int] | None:
+        """Return the gradients of its unit, and its element of the owned range; None where all are finite.
+
+        Waits for the device.
+        """
+        index, element = self.place.tolist()
+        if index < 0:
+            return None
+        gradients, begin = self.measured[index]
+        return gradients, begin + element
+
+
 class StepOutcome:
     """How an optimizer step went, as soon as the host knows it."""
 
@@ -130,17 +149,19 @@ class StepOutcome:
         skips_overflow: bool,
         loss_scale: float | None = None,
         compared: Sequence[str] = (),
+        first_bad: FirstBad | None = None,
     ) -> None:
         """norm: of all gradients before clipping; or, being copied from the device, the square of what is `loss_scale`
         times as large, how many units differed between ranks before the step, and whether each of `compared` did.
 
         skips_overflow: a step whose norm is not finite updates nothing. loss_scale: that the step was taken with; None:
-        the precision needs none. compared: the labels of units.
+        the precision needs none. compared: the labels of units. first_bad: of gradients that have no memory any more.
         """
         self._norm = norm
         self.loss_scale = loss_scale
         self.skips_overflow = skips_overflow
         self._compared = compared
+        self.first_bad = first_bad
         self._error: EngineError | None = None
 
     @property
@@ -177,19 +198,33 @@ def parted_error(labels: Sequence[str], are_parted: Sequence[float]) -> EngineEr
     )
 
 
-def sum_of_squares(gradients: list[UnitGradients], group: RankGroup) -> Tensor:
+def sum_of_squares(
+    gradients: list[UnitGradients], group: RankGroup, *, finds_bad: bool = False
+) -> tuple[Tensor, FirstBad | None]:
     """Return the sum of squares of this rank's share of all gradients, fp64 [1] on the device.
 
     On a GPU in one launch over all units; on a CPU each unit was measured as its sum arrived, while it was in the cache
-    and others were in flight. After the reductions.
+    and others were in flight. After the reductions. finds_bad: return, too, where the first is of those that were
+    measured in one launch, that is not finite; None where no kernel finds it.
     """
-    together = [own.unmeasured for own in gradients]
-    squares = [own.square.to(group.device) for own, grads in zip(gradients, together, strict=True) if grads is None]
-    unmeasured = [grad for grads in together for grad in grads or ()]
-    squares.append(torch.zeros((), dtype=torch.float64, device=group.device))
-    if unmeasured:
-        squares.append(sum_of_all_squares(unmeasured))
-    return torch.stack(squares).sum().reshape(1)
+    squares = [torch.zeros((), dtype=torch.float64, device=group.device)]
+    measured: list[tuple[UnitGradients, int]] = []
+    together: list[Tensor] = []
+    for own in gradients:
+        unmeasured = own.unmeasured
+        if unmeasured is None:
+            squares.append(own.square.to(group.device))
+        for begin, grad in unmeasured or ():
+            measured.append((own, begin))
+            together.append(grad)
+    place = None
+    if finds_bad and together:
+        total, place = measure_all(together)
+        squares.append(total)
+    elif together:
+        squares.append(sum_of_all_squares(together))
+    found = None if place is None else FirstBad(measured, place)
+    return torch.stack(squares).sum().reshape(1), found
 
 
 def grad_scale(norm: float, max_norm: float, loss_scale: float) -> float:
@@ -246,7 +281,7 @@ def _exchange_facts(reducer: GradientReducer, mesh: ParallelMesh, own: _OwnFacts
     group, gradients = mesh.data, own.gradients
     if not gradients and mesh.model is None:
         return _StepFacts(0.0, 0, 0, 0, 0, 0)
-    total = sum_of_squares(gradients, group)
+    total, _ = sum_of_squares(gradients, group)
     num_unused = sum(each.used.count(False) for each in gradients)
     own_counts = [num_unused, reducer.num_late, reducer.num_written, own.is_touched, own.lost is not None]
     counts = [*own_counts, *reducer.order.digests]
@@ -405,6 +440,8 @@ def step_units(
         unit.params.note_versions()
     for each in gradients:
         each.discard()
+        if outcome.first_bad is not None:
+            each.give_sum_back()
     reducer.order.begin_step()
     return outcome
 
@@ -424,7 +461,7 @@ def _step_behind_host(
 
     compared: units whose parameters are compared between ranks; of a difference the host learns with the norm.
     """
-    squares = sum_of_squares(gradients, mesh.data)
+    squares, first_bad = sum_of_squares(gradients, mesh.data, finds_bad=True)
     rows = mesh.data.communicator.gather_rows(torch.cat([squares, _values_of(compared, squares.device)]))
     are_parted = (rows[:, 1:] != rows[0, 1:]).any(dim=0).double()
     known = torch.cat([rows[:, :1].sum(dim=0) / mesh.num_copies, are_parted.sum().reshape(1)])
@@ -436,6 +473,7 @@ def _step_behind_host(
         skips_overflow=skips_overflow,
         loss_scale=loss_scale,
         compared=[unit.label for unit in compared],
+        first_bad=first_bad,
     )
     scale = device_scale(known[:1], policy.max_grad_norm, loss_scale or 1.0, skips_overflow=skips_overflow)
     optimizer.step(scale, frozenset(unused))
@@ -560,20 +598,27 @@ def _unused_error(names: list[str]) -> EngineError:
     )
 
 
-def first_bad_gradient(units: list[FlatUnit], group: RankGroup) -> str | None:
+def first_bad_gradient(units: list[FlatUnit], group: RankGroup, first_bad: FirstBad | None = None) -> str | None:
     """Return the name of the first parameter whose summed gradient has an element that is not finite.
 
-    Every rank must call it, after `step_units` has skipped a step: the gradients are still where they were.
+    first_bad: what the step has found of gradients that have no memory any more. Every rank must call it, after the
+    step and before the next backward: until then other gradients are still where they were.
     """
     trained = [(unit, unit.grads) for unit in units if unit.grads is not None]
     first, num_before = (math.inf, ""), 0.0
+    found = None if first_bad is None else first_bad.find()
     for unit, own in trained:
         if own.swap is not None:
             own.swap.bring_in()
-        for slot, shared in unit.layout.slots_in(unit.owned):
-            grad = own.owned_grad[shared.start - unit.owned.start : shared.stop - unit.owned.start]
-            if not first[1] and not torch.isfinite(grad).all():
+        for slot, shared in unit.layout.slots_in(unit.owned) if not first[1] else ():
+            part = slice(shared.start - unit.owned.start, shared.stop - unit.owned.start)
+            if own.has_sum:
+                is_bad = not torch.isfinite(own.owned_grad[part]).all()
+            else:
+                is_bad = found is not None and found[0] is own and part.start <= found[1] < part.stop
+            if is_bad:
                 first = (num_before + slot.index, slot.name)
+                break
         if own.swap is not None:
             own.swap.drop()
         num_before += len(unit.layout.names)

@@ -274,6 +274,65 @@ def test_a_scale_that_cannot_get_smaller_ends_the_run_on_every_rank() -> None:
         assert "gradients overflowed in 20 steps in a row" in text
 
 
+# ---- the memory of sums ----
+
+
+def _sum_bytes(engine: Any) -> int:
+    grads = [unit.grads for unit in engine._sharded.units if unit.grads is not None]
+    kept = [each.untyped_storage() for own in grads for each in own.buffers()]
+    return sum({storage._cdata: storage.nbytes() for storage in kept}.values())
+
+
+def _memory_of_sums(rank: int, world_size: int, stage: int, precision: str) -> dict[str, list[Any]]:
+    """Return the bytes of sums before forward, after it and after backward; and which gradients are named as bad."""
+    found: dict[str, list[Any]] = {"bytes": [], "grads": []}
+    case = small(stage, precision)
+    with runs_behind_host(), logged() as lines:
+        engine = launcher.initialize(model=make_model(case), config=case.config(world_size))[0]
+        names = [name for name, param in engine.module.named_parameters() if param.requires_grad]
+        trained = engine.module.get_parameter(names[0])
+        tokens, targets = (part.chunk(world_size)[rank] for part in micro_batches(case)[0][0])
+        for bad in (None, *names, None):
+            handle = None
+            if bad is not None and rank == world_size - 1:
+                param = engine.module.get_parameter(bad)
+                handle = param.register_hook(lambda grad: grad.index_fill(0, torch.tensor(len(grad) - 1), torch.inf))
+            found["bytes"].append(_sum_bytes(engine))
+            loss = engine(tokens, targets)
+            found["bytes"].append(_sum_bytes(engine))
+            engine.backward(loss)
+            found["bytes"].append(_sum_bytes(engine))
+            full = launcher.zero.safe_get_full_grad(trained)
+            found["grads"].append(full.isfinite().all().item())
+            engine.step()
+            assert launcher.zero.safe_get_full_grad(trained) is None
+            if handle is not None:
+                handle.remove()
+        engine.zero_grad()
+        engine.destroy()
+    found["named"] = [line.rpartition(" in ")[2] for line in lines if "first in" in line]
+    found["names"] = names
+    return found
+
+
+@pytest.mark.parametrize(("stage", "world_size"), [(0, 2), (1, 2), (2, 3), (2, 1), (3, 2)])
+def test_sums_of_16_bit_gradients_have_memory_in_backward_alone(stage: int, world_size: int) -> None:
+    for rank, found in enumerate(run_on_ranks(world_size, _memory_of_sums, stage, "bf16")):
+        before, after_forward, after_backward = (found["bytes"][start::3] for start in range(3))
+        assert {*before} == {*after_forward} == {0}
+        assert len({*after_backward}) == 1
+        assert after_backward[0] > 0
+        assert (found["grads"][0], found["grads"][-1]) == (True, True)
+        assert found["named"] == (found["names"] if rank == 0 else [])
+
+
+def test_sums_that_scripts_may_hold_keep_their_memory() -> None:
+    [found] = run_on_ranks(1, _memory_of_sums, 1, "fp32")
+    assert len({*found["bytes"]}) == 1
+    assert found["bytes"][0] > 0
+    assert found["named"] == found["names"]
+
+
 # ---- what is launched ----
 
 
@@ -284,10 +343,12 @@ class Launches(TritonKernel):
         super().__init__()
         self.launched: list[str] = []
 
-    def _launch(self, kernel: Any, part: Any, tables: Any, *arguments: Any, **constants: str) -> None:
+    def _launch(self, kernel: Any, part: Any, tables: Any, *arguments: Any, **constants: Any) -> None:
         self.launched.append(kernel.__name__)
         if kernel is self._code.sum_of_squares:
             arguments[0].zero_()
+        elif kernel is self._code.first_bad_element:
+            arguments[1].fill_(-1)
 
 
 def _launches(rank: int, world_size: int, stage: int) -> list[tuple[list[str], list[str]]]:
@@ -323,8 +384,13 @@ def _launches(rank: int, world_size: int, stage: int) -> list[tuple[list[str], l
 @STAGES
 def test_all_units_are_measured_and_updated_in_one_launch_each(stage: int) -> None:
     first, *others = run_on_ranks(2, _launches, stage)[0]
-    assert first == (["sum_of_squares", "update_unless_skipped"], ["float32", "int32", "int32", "int64", "int64"])
-    assert others == [(["sum_of_squares", "update_unless_skipped"], ["float32"])] * 2  # hyper-parameters
+    launched = ["sum_of_squares", "first_bad_element", "update_unless_skipped"]
+    assert first[0] == launched
+    assert {*first[1]} == {"float32", "int32", "int64"}
+    for again, uploaded in others:
+        assert again == launched
+        assert uploaded.count("float32") == 1  # hyper-parameters
+        assert {*uploaded} <= {"float32", "int64"}  # and the small tables, where the memory of sums is elsewhere
 
 
 # ---- stages of a pipeline ----

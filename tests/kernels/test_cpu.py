@@ -187,9 +187,11 @@ def test_sum_of_squares(kernel: CpuKernel, dtype: torch.dtype) -> None:
     assert total.dtype == torch.float64
     assert float(total) == pytest.approx(float(REFERENCE.sum_of_squares(grads)), rel=1e-12)
     assert total == KERNELS[-1].sum_of_squares(grads)
+    assert kernel.measure(grads)[1].tolist() == REFERENCE.measure(grads)[1].tolist() == [-1, -1]
     for value in (float("inf"), float("-inf"), float("nan")):
-        grads[33][32] = value
+        grads[33][32] = grads[40][0] = value
         assert not kernel.sum_of_squares(grads).isfinite()
+        assert kernel.measure(grads)[1].tolist() == REFERENCE.measure(grads)[1].tolist() == [33, 32]
 
 
 @each_kernel

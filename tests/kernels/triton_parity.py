@@ -171,6 +171,27 @@ def test_squares_do_not_overflow_early_and_sums_are_the_same_every_time(kernel: 
     assert kernel.sum_of_squares([torch.zeros(0, device=DEVICE)]).item() == 0
 
 
+BAD = [(0, 0, 0.0), (0, 15, torch.inf), (0, 16, torch.nan), (2, 0, -torch.inf), (2, 32, torch.nan), (4, 99, torch.inf)]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32,) * 5, (torch.bfloat16,) * 5, (torch.float32, torch.float16) * 3])
+def test_the_first_gradient_that_is_not_finite(dtypes: tuple[torch.dtype, ...]) -> None:
+    kernel = TritonKernel(16)
+    numels = (17, 0, 33, 5, 100)
+    for number, (index, element, value) in enumerate(BAD):
+        grads = [torch.ones(numel, dtype=dtype) for numel, dtype in zip(numels, dtypes, strict=False)]
+        for later_index, later, other in BAD[number:]:
+            grads[later_index][later] = other
+        total, place = kernel.measure([grad.to(DEVICE) for grad in grads])
+        expected_total, expected = ReferenceKernel().measure(grads)
+        assert place.tolist() == expected.tolist() == ([index, element] if value else [0, 15])
+        assert (total.isfinite().item(), expected_total.isfinite().item()) == (False, False)
+    clean = [torch.ones(numel, device=DEVICE) for numel in numels]
+    total, place = kernel.measure(clean)
+    assert (total.item(), place.tolist()) == (sum(numels), [-1, -1])
+    assert kernel.measure([clean[1]])[1].tolist() == [-1, -1]
+
+
 def test_norms_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernels, "CHUNK_NUMEL", 4)
     # Without an epsilon what lies behind a tail is 0 / 0.
@@ -203,7 +224,7 @@ def test_the_check_at_start_accepts_these_kernels_and_no_changed_ones(kernel: Tr
     class OneBlockOnly(TritonKernel):
         """As if the compiler had dropped all programs but the first."""
 
-        def _launch(self, kernel: Any, part: Any, tables: Any, *arguments: Any, **constants: str) -> None:
+        def _launch(self, kernel: Any, part: Any, tables: Any, *arguments: Any, **constants: Any) -> None:
             if tables.block_spans.numel() > 1 and kernel is not self._code.sum_of_squares:
                 tables = replace(tables, block_spans=tables.block_spans[:1])
             super()._launch(kernel, part, tables, *arguments, **constants)
