@@ -33,6 +33,7 @@ class Side(Enum):
     REDUCE = auto()  # starts reductions of gradients, and works on what they leave: sums, norms, conversions
     TO_DEVICE = auto()  # copies from host memory; a bus carries both directions at once
     TO_HOST = auto()  # copies to host memory
+    RECEIVE = auto()  # starts receives from other stages of a pipeline; its memory is that of what arrives
 
 
 _PRIORITY = {Side.GATHER: -1, Side.REDUCE: -1}  # below 0 is high; a copy needs no thread block
@@ -79,6 +80,9 @@ class Streams:
 
     def keep(self, tensor: Tensor, side: Side) -> None:
         """Keep a tensor's memory, which the allocator may get back at any time, for a side's work so far."""
+
+    def use_here(self, tensor: Tensor) -> None:
+        """Keep a tensor's memory, when the allocator gets it back, for the work of the current stream until then."""
 
     def synchronize(self, *sides: Side) -> None:
         """Block the host until all work of these sides has ended."""
@@ -128,6 +132,9 @@ class DeviceStreams(Streams):
 
     def keep(self, tensor: Tensor, side: Side) -> None:
         tensor.record_stream(self._sides[side])
+
+    def use_here(self, tensor: Tensor) -> None:
+        tensor.record_stream(self._module.current_stream(self._device))
 
     def synchronize(self, *sides: Side) -> None:
         for side in sides:

@@ -13,9 +13,11 @@ import torch
 from harness.logs import logged
 from harness.needs import need
 from harness.train import decoder, split_models
+from harness.train.collective import communicators
 from harness.train.decoder import LENGTH, PARITY_STEPS, VOCABULARY, WIDTH, Block, Decoder
 from harness.train.parity import weight_distance
 from harness.train.ranks import run_on_ranks
+from harness.train.streams import ModelStreams, modelled_streams, reference_kernels
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader
@@ -25,8 +27,10 @@ from launcher.base.errors import CheckpointError, EngineError
 from launcher.base.timeouts import Timeouts
 from launcher.checkpoint import exchange
 from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+from launcher.comm.streams import Side
 from launcher.engine.backward import BackwardPass
 from launcher.engine.last_step import LastStep
+from launcher.parallel.pipeline.links import Receiving
 from launcher.parallel.pipeline.runtime import PipelineRuntime
 
 MICRO, BATCH = 4, 8  # micro-batches of one pipeline, samples of all
@@ -526,3 +530,58 @@ def test_a_stage_that_saves_alone_gets_an_error_and_harms_nothing(tmp_path: Path
     said, _ = run_on_ranks(2, _saves_alone, str(tmp_path))
     assert "save_checkpoint" in said
     assert "rank 1" in said
+
+
+# ---- transfers beside the computing of a GPU, in the model of its streams ----
+
+SCHEDULES_IN_MODEL = [{"stages": 2}, {"stages": 2, "virtual_stages": 2, "schedule": "interleaved_1f1b"}]
+
+
+def _in_model(rank: int, world_size: int, pipeline: dict[str, Any]) -> tuple[bool, list[tuple[int, int, int]]]:
+    """Train with a GPU's ways and without; return whether the results are equal, and what receives wait for."""
+    config = config_of(pipeline, world_size, stage=1)
+    with communicators("nccl"), reference_kernels():
+        expected = train(launcher.initialize(model=make_decoder(), config=config)[0], 2)
+    with modelled_streams() as model:
+        engine = launcher.initialize(model=make_decoder(), config=config)[0]
+        with model:
+            found = train(engine, 2)
+        engine.destroy()
+    return found == expected, model.receives
+
+
+@pytest.mark.parametrize("pipeline", SCHEDULES_IN_MODEL)
+def test_receives_race_with_nothing_and_wait_for_no_computing(pipeline: dict[str, Any]) -> None:
+    for is_equal, receives in run_on_ranks(2, _in_model, pipeline):
+        assert is_equal
+        assert len(receives) >= 2 * MICRO
+        # NCCL takes the transfers of a link in order: what a send has awaited, the next receive has, too.
+        assert all(awaited <= known for _, awaited, known in receives)
+        assert any(awaited < computed for computed, awaited, _ in receives)
+
+
+def _wait_elsewhere(receiving: Receiving) -> tuple[Tensor, ...]:
+    with receiving.streams.on(Side.REDUCE):
+        receiving.pending.wait()
+    return receiving.tensors
+
+
+MISSING = {
+    "the wait": (Receiving, "wait", _wait_elsewhere, "is not ordered after"),
+    "the use": (ModelStreams, "use_here", lambda *_: None, "RECEIVE gets memory back"),
+}
+
+
+def _missing(rank: int, world_size: int, name: str) -> str:
+    owner, attribute, replacement, _ = MISSING[name]
+    with modelled_streams() as model, mock.patch.object(owner, attribute, replacement):
+        engine = launcher.initialize(model=make_decoder(), config=config_of({"stages": 2}, world_size, stage=1))[0]
+        model.collects = True
+        with model:
+            train(engine, 2)
+    return "; ".join(model.errors)
+
+
+@pytest.mark.parametrize("name", MISSING)
+def test_the_model_finds_what_a_receive_lacks(name: str) -> None:
+    assert any(MISSING[name][-1] in errors for errors in run_on_ranks(2, _missing, name))

@@ -10,6 +10,11 @@ micro-batch to the next.
 rank before, started early, would hold up a send to the rank after. So neighbouring pairs of ranks use different groups
 (`links` of the mesh): two, and a third one for the pair of the last and the first rank where their number is odd. All
 ranks start all transfers in one total order, of which each group has a part: no order can deadlock.
+
+[Note: receives beside the computing] A transfer of NCCL waits for all that is queued on the stream on which it is
+started. What is sent is computed on that stream; what is received is not. So a receive is started on a side stream
+(`Side.RECEIVE`), and arrives while the micro-batch before is computed. Its memory belongs to that stream, and autograd
+frees it at a time that nobody here knows: the allocator waits for who uses it.
 """
 
 from __future__ import annotations
@@ -29,6 +34,7 @@ from launcher.base.errors import EngineError
 from launcher.comm.communicator import Transfer
 from launcher.comm.groups import RankGroup
 from launcher.comm.pending import Pending
+from launcher.comm.streams import Side, Streams
 from launcher.comm.torch_internals import tree_flatten
 from launcher.sharding.pipeline import link_between
 
@@ -53,10 +59,13 @@ class Receiving:
 
     pending: Pending
     tensors: tuple[Tensor, ...]
+    streams: Streams
 
     def wait(self) -> tuple[Tensor, ...]:
-        """Return the tensors when they are there."""
+        """Return the tensors when they are there; on a GPU the current stream waits, and the host does not."""
         self.pending.wait()
+        for each in self.tensors:
+            self.streams.use_here(each)
         return self.tensors
 
 
@@ -183,10 +192,12 @@ class StageTransfers:
         self._sends.append((pending, dense))
 
     def _receive(self, facts: Sequence[TensorFacts], from_stage: int) -> Receiving:
-        tensors = tuple(torch.empty(each.shape, dtype=each.dtype, device=self.group.device) for each in facts)
-        peer = self._rank_of(from_stage)
-        transfers = [Transfer(_bytes(each), peer, is_sent=False) for each in tensors if each.numel()]
-        return Receiving(self._between(peer).communicator.transfer(transfers), tensors)
+        peer, streams = self._rank_of(from_stage), self.group.streams
+        with streams.on(Side.RECEIVE):
+            tensors = tuple(torch.empty(each.shape, dtype=each.dtype, device=self.group.device) for each in facts)
+            transfers = [Transfer(_bytes(each), peer, is_sent=False) for each in tensors if each.numel()]
+            pending = self._between(peer).communicator.transfer(transfers)
+        return Receiving(pending, tensors, streams)
 
     def _announce(self, facts: tuple[TensorFacts, ...], to_stage: int) -> None:
         plain = [[each.shape, str(each.dtype).removeprefix("torch."), each.needs_grad] for each in facts]

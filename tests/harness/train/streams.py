@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 from launcher.comm import communicator
 from launcher.comm.buffers import BufferPool
-from launcher.comm.communicator import Communicator
+from launcher.comm.communicator import Communicator, Transfer
 from launcher.comm.device import HostDeviceCopier
 from launcher.comm.streams import Side, StreamEvent
 from launcher.kernels.api import Span
@@ -100,9 +100,13 @@ class StreamModel(TorchDispatchMode):
         self._freed: defaultdict[str, list[_Access]] = defaultdict(list)  # lane -> uses of what its allocator got back
         self._is_paused = False
         self.num_accesses: Counter[str] = Counter()  # by lane
+        self.collects = False  # errors, in place of raising them: a rank that raised would leave others waiting
+        self.errors: list[str] = []
         self.num_transfers = 0  # of disks
         self.operations: Counter[str] = Counter()  # by name
         self.gathers: list[tuple[int, int]] = []  # how much computing there was, and how much each one waits for
+        self.receives: list[tuple[int, int, int]] = []  # the same of these, and what a send or the host has awaited
+        self._sent_at: Clock = Counter()
 
     # ---- lanes and what they wait for ----
 
@@ -164,7 +168,7 @@ class StreamModel(TorchDispatchMode):
         for other in memory.accesses:
             overlaps = other.start < access.stop and access.start < other.stop
             if overlaps and (writes or other.writes) and clock[other.lane] < other.time:
-                raise AssertionError(f"{_say(access)} is not ordered after {_say(other)}")
+                self._found(f"{_say(access)} is not ordered after {_say(other)}")
             is_within = access.start <= other.start and other.stop <= access.stop
             is_replaced = is_within and (writes or (other.lane == lane and not other.writes))
             if not is_replaced:
@@ -182,14 +186,20 @@ class StreamModel(TorchDispatchMode):
         self._find_freed()
         for access in self._freed.pop(lane, ()):
             if self._queued(lane)[access.lane] < access.time:
-                raise AssertionError(f"{lane} gets memory back that {_say(access)} may still use")
+                self._found(f"{lane} gets memory back that {_say(access)} may still use")
         self._memories[storage._cdata] = _Memory(storage, lane)
 
     def gave_back(self, memory: _Memory) -> None:
         """Note that the allocator has memory back."""
         done = memory.kept_for
         others = [access for access in memory.accesses if access.lane != memory.owner]
-        self._freed[memory.owner] += [access for access in others if access.time > done.get(access.lane, 0)]
+        # The allocator waits for all that the lanes have come to that use it until now.
+        users = [self._clocks[lane] for lane, time in done.items() if time == sys.maxsize]
+        self._freed[memory.owner] += [
+            access
+            for access in others
+            if access.time > max([done.get(access.lane, 0), *(clock[access.lane] for clock in users)])
+        ]
 
     def emptied(self, storage: torch.UntypedStorage) -> None:
         if storage._cdata in self._memories:
@@ -206,10 +216,18 @@ class StreamModel(TorchDispatchMode):
     def keep(self, tensor: Tensor, lane: str) -> None:
         self._memory(tensor.untyped_storage()).kept_for[lane] = self.time(lane)
 
+    def use(self, tensor: Tensor, lane: str) -> None:
+        self._memory(tensor.untyped_storage()).kept_for[lane] = sys.maxsize  # as `record_stream`: until it is freed
+
     def uses_all(self, lane: str, storage: torch.UntypedStorage, what: str) -> None:
         """Note that the host, or a disk, reads and writes all of some memory."""
         whole = torch.empty(0, dtype=torch.uint8).set_(storage, 0, (storage.nbytes(),), (1,))
         self.access(lane, what, [], [whole])
+
+    def _found(self, error: str) -> None:
+        if not self.collects:
+            raise AssertionError(error)
+        self.errors.append(error)
 
     # ---- operations ----
 
@@ -261,6 +279,22 @@ class StreamModel(TorchDispatchMode):
         if blocks or name in _BLOCKS_HOST:
             self.merge(HOST, self.point(lane))
 
+    def transfers(self, group: Any, run: Callable[[], list[dist.Work]], transfers: Sequence[Transfer]) -> _Transfers:
+        """Start transfers; write them down in the lane of their group, after what the current one has so far."""
+        lane = f"NCCL {group.group_name}"
+        self.merge(lane, self.point(self.lane))
+        sent = [one.tensor for one in transfers if one.is_sent]
+        received = [one.tensor for one in transfers if not one.is_sent]
+        awaited = self._clocks[lane][COMPUTING]
+        known = max(self._sent_at[lane], self.awaited(HOST, COMPUTING))
+        self.receives += [(self.time(COMPUTING), awaited, known) for _ in received[:1]]
+        if sent:
+            self._sent_at[lane] = awaited
+        with self.paused():
+            works = run()
+            self.access(lane, "transfer", sent, received)
+        return _Transfers(_Work(self, self.point(lane), [*sent, *received]), works)
+
     def collective(
         self, kind: str, group: Any, run: Callable[[], dist.Work], reads: list[Tensor], writes: list[Tensor]
     ) -> _Work:
@@ -273,6 +307,18 @@ class StreamModel(TorchDispatchMode):
             run().wait()
             self.access(lane, kind, reads, writes)
         return _Work(self, self.point(lane), [*reads, *writes])
+
+
+class _Transfers:
+    """Transfers of NCCL with other ranks. They really end where they are waited for: the other side begins later."""
+
+    def __init__(self, work: _Work, works: list[dist.Work]) -> None:
+        self._work, self._works = work, works
+
+    def wait(self) -> None:
+        for each in self._works:
+            each.wait()
+        self._work.wait()
 
 
 class _Work:
@@ -347,6 +393,9 @@ class ModelStreams:
     def keep(self, tensor: Tensor, side: Side) -> None:
         self._model.keep(tensor, side.name)
 
+    def use_here(self, tensor: Tensor) -> None:
+        self._model.use(tensor, self._model.lane)
+
     def synchronize(self, *sides: Side) -> None:
         for side in sides:
             self._model.merge(HOST, self._model.point(side.name))
@@ -420,6 +469,12 @@ def _late_collectives(model: StreamModel) -> Iterator[Any]:
         with mock.patch("launcher.comm.communicator.all_gather_single", gather):
             return rows_of(own, values)
 
+    start = Communicator._start
+
+    def transfer(own: Communicator, transfers: list[Transfer]) -> list[Any]:
+        return [model.transfers(own.process_group, lambda: start(own, transfers), transfers)]
+
+    yield mock.patch.object(Communicator, "_start", transfer)
     yield mock.patch.object(Communicator, "_gather_rows", gather_rows)
     yield mock.patch("launcher.comm.communicator.all_gather_single", all_gather)
     yield mock.patch("launcher.comm.communicator.reduce_scatter_single", reduce_scatter)
