@@ -16,24 +16,28 @@ from launcher.base.log import get_logger
 from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.engine.optimizer import ZeroOptimizer
+from launcher.journal.rank import own_journal
 from launcher.optim.api import DeviceScaled, options_of
 from launcher.optim.schedules import steps_by_itself
 from launcher.zero.step import StepOutcome, first_bad_gradient
 from launcher.zero.unit import FlatUnit
 
 
-def reason(units: list[FlatUnit], group: RankGroup, losses: list[Tensor], outcome: StepOutcome) -> str:
+def reason(
+    units: list[FlatUnit], group: RankGroup, losses: list[Tensor], outcome: StepOutcome
+) -> tuple[str, str | None]:
     """Name the ranks whose loss is not finite, or else the parameter whose gradient is not. Every rank must call it.
 
-    losses: of this rank's micro-batches since the last step, as far as the engine has seen any.
+    losses: of this rank's micro-batches since the last step, as far as the engine has seen any. Returns a text, and the
+    parameter.
     """
     mean = torch.stack([loss.float() for loss in losses]).mean().item() if losses else 0.0
     by_rank = group.communicator.gather_scalars(mean)
     bad = [f"{loss} on rank {rank}" for rank, loss in enumerate(by_rank) if not math.isfinite(loss)]
     if bad:
-        return f"the loss is {', '.join(bad[:8])}"
+        return f"the loss is {', '.join(bad[:8])}", None
     first = first_bad_gradient(units, group, outcome.first_bad)
-    return f"the gradient norm is {outcome.norm}" + (f", first in {first}" if first else "")
+    return f"the gradient norm is {outcome.norm}" + (f", first in {first}" if first else ""), first
 
 
 @dataclass
@@ -181,7 +185,12 @@ class LastStep:
         assert self._optimizer is not None
         norm, is_skipped = step.outcome.norm, step.outcome.is_skipped
         is_finite = math.isfinite(norm)
-        why = "" if is_finite else reason(self._units, self._group, step.losses, step.outcome)
+        why, parameter = "", None
+        if not is_finite:
+            why, parameter = reason(self._units, self._group, step.losses, step.outcome)
+        journal = own_journal() if parameter is not None and step.outcome.loss_scale is None else None
+        if journal is not None:
+            journal.add("nonfinite", step=step.number, what="gradient", module=parameter)
         self._optimizer.note_step(overflow=is_skipped)
         if step.scale_error is not None:
             raise step.scale_error

@@ -178,7 +178,7 @@ def _by_host(window: Window, slow: dict[int, Finding]) -> Iterator[Finding]:
 def check_input(state: State, window: Window) -> Iterator[Finding]:
     """Find that all ranks wait for their batches, or for the script where none has a DataLoader."""
     name = DATA if DATA in window.phases else SCRIPT if FORWARD in window.phases else None
-    if name is None or window.iteration_s < _LEAST_STEP_S:
+    if name is None or window.iteration_s < _LEAST_STEP_S or not window.knows_waits_for_cpu:
         return
     time_s = window.usual(name)
     share = time_s / window.iteration_s
@@ -192,6 +192,8 @@ def check_input(state: State, window: Window) -> Iterator[Finding]:
 def check_communication(state: State, window: Window) -> Iterator[Finding]:
     """Find that also the rank that waits least spends much of its time in collectives: nobody else explains it."""
     if len(window.ranks) < 2 or window.wait_phases != (COMMUNICATION,) or window.iteration_s < _LEAST_STEP_S:
+        return
+    if not window.knows_waits_for_cpu:
         return
     shares = [wait / step for wait, step in zip(window.phase(COMMUNICATION), window.step_s, strict=True) if step]
     share = min(shares, default=0.0)
@@ -305,9 +307,10 @@ def _nonfinite(state: State, bad: dict[int, RankEvidence], now_s: float) -> Iter
         return
     module = next((bad[number].module for number in sources if bad[number].module), None)
     what = next(rank.nonfinite[1] for rank in (bad[number] for number in sources) if rank.nonfinite)
-    where = f"; first in module {module}" if module else ""
+    where = f"; first in {module}" if module else ""
     if 2 * len(sources) > len(with_loss) or what == "norm":
-        yield Finding("nan", 1.0, facts={"what": what, "module": where}, step=first)
+        named = "gradient norm" if what == "norm" else what
+        yield Finding("nan", 1.0, facts={"what": named, "module": where}, step=first)
         return
     for number in sources[:_SPIKES]:
         facts = {"where": state.evidence.where(number), "what": f"is not finite where that of the others is{where}"}

@@ -107,12 +107,13 @@ class RankEvidence:
     nonfinite: tuple[int, str] | None = None  # the first step, and which number it was
     nonfinite_s: float = 0.0  # when it was told
     num_finite: int = 0  # records since then
-    module: str | None = None  # the first whose output, or gradient, was not finite
+    module: str | None = None  # the first whose output was not finite, or the parameter whose gradient was not
     loss_scale: float | None = None
     # Samples of the process
     gc_longest_s: float = 0.0
     throttled: tuple[int, str] = (0, "")  # in how many samples in a row, and why
-    waits_for_cpu: float = 0.0  # share of the time in which a thread was ready to run, and had no processor
+    # Share of the time in which a thread was ready to run, and had no processor; None: the next sample will tell.
+    waits_for_cpu: float | None = 0.0
     last_sample: Record | None = None
     # Saves
     saves: deque[tuple[float, float]] = field(default_factory=lambda: deque(maxlen=8))  # time, seconds
@@ -156,6 +157,7 @@ class Window:
     phases: dict[str, list[float]]  # seconds of a step
     wait_phases: tuple[str, ...]  # in which a rank waits for others
     waits_for_cpu: list[float]
+    knows_waits_for_cpu: bool  # of every rank
     losses: list[float | None]  # means
     skipped: float  # share of steps
 
@@ -244,7 +246,8 @@ class Evidence:
             },
             # Without the engine a rank waits for the others inside of `backward()`.
             wait_phases=(COMMUNICATION,) if FORWARD in names else (BACKWARD, COMMUNICATION),
-            waits_for_cpu=[rank.waits_for_cpu for _, rank in found],
+            waits_for_cpu=[rank.waits_for_cpu or 0.0 for _, rank in found],
+            knows_waits_for_cpu=all(rank.waits_for_cpu is not None for _, rank in found),
             losses=[mean(rank.sums.losses) if rank.sums.losses else None for _, rank in found],
             skipped=skipped,
         )

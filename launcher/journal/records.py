@@ -153,7 +153,7 @@ RANK_RECORDS: dict[str, dict[str, str]] = {
     "nonfinite": {
         "step": "number of the optimizer step",
         "what": "`loss` or `norm`; with a module `output` or `gradient`",
-        "module": "the first module whose output or gradient was not finite; null: not known",
+        "module": "the first module whose output, or parameter whose gradient, was not finite; null: not known",
     },
     "fault": {
         "name": "of the fault that is rehearsed from now on (`--fault`)",

@@ -257,7 +257,8 @@ def _add_step(state: State, number: int | None, record: Record) -> Window | None
     loss, norm, step = record.get("loss"), record.get("norm"), int(record["step"])
     scale = record.get("loss_scale")
     rank.loss_scale = scale if isinstance(scale, (int, float)) else None
-    is_finite = not isinstance(loss, str) and (not isinstance(norm, str) or bool(record.get("skipped")))
+    is_scaled = rank.loss_scale is not None and bool(record.get("skipped"))  # then an overflow is no fault
+    is_finite = not isinstance(loss, str) and (not isinstance(norm, str) or is_scaled)
     if not is_finite:
         _note_nonfinite(rank, record, "loss" if isinstance(loss, str) else "norm")
     elif loss is not None or norm is not None:
@@ -287,7 +288,8 @@ def _add_nonfinite(state: State, number: int | None, record: Record) -> None:
     assert number is not None
     rank = state.evidence.rank(number)
     if record.get("module"):
-        rank.module = rank.module or str(record["module"])
+        kind = "the gradient of" if record["what"] == "gradient" else "module"
+        rank.module = rank.module or f"{kind} {record['module']}"
     else:
         _note_nonfinite(rank, record, str(record["what"]))
 
@@ -308,6 +310,8 @@ def _add_sample(state: State, number: int | None, record: Record) -> None:
     rank.throttled = (rank.throttled[0] + 1, str(throttled)) if throttled else (0, "")
     waited_s, then_s = record.get("cpu_wait_s"), (before or {}).get("cpu_wait_s")
     passed_s = float(record["time_s"]) - float((before or record)["time_s"])
+    if isinstance(waited_s, (int, float)) and before is None:
+        rank.waits_for_cpu = None
     if isinstance(waited_s, (int, float)) and isinstance(then_s, (int, float)) and passed_s > 0:
         rank.waits_for_cpu = min(1.0, max(0.0, waited_s - then_s) / passed_s)
 

@@ -8,6 +8,7 @@ import math
 import os
 import tempfile
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -328,7 +329,9 @@ def _nan_on_rank_1(rank: int, world_size: int, stage: int) -> tuple[bool, bool, 
     engine, optimizer, _, _ = launcher.initialize(model=make_net(), config=config(stage))
     before = engine.state_dict()
     x, y = batch()
-    with logged() as lines:
+    records: list[dict[str, Any]] = []
+    journal = SimpleNamespace(add=lambda kind, **fields: records.append({"kind": kind, **fields}))
+    with logged() as lines, mock.patch("launcher.engine.last_step.own_journal", return_value=journal):
         engine.backward(engine(x, y) * (math.nan if rank == 1 else 1.0))
         engine.step()
         loss = engine(x, y)
@@ -337,6 +340,7 @@ def _nan_on_rank_1(rank: int, world_size: int, stage: int) -> tuple[bool, bool, 
         engine.backward(loss)
         engine.step()
     unchanged = all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    assert records == [{"kind": "nonfinite", "step": 2, "what": "gradient", "module": "head.bias"}]
     return unchanged, optimizer.overflow, engine.skipped_steps, lines
 
 

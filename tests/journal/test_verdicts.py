@@ -91,7 +91,7 @@ FAULTS: dict[str, tuple[FakeJob, tuple[str, int | None], str]] = {
         "rank 1 (node-a) creeps up",
     ),
     "NaN on all ranks": (FakeJob(changes=(changed(loss="nan"),)), ("nan", None), "the loss is not finite"),
-    "infinite norm": (FakeJob(changes=(changed(norm="inf"),)), ("nan", None), "the norm is not finite"),
+    "infinite norm": (FakeJob(changes=(changed(norm="inf"),)), ("nan", None), "the gradient norm is not finite"),
     "NaN of one rank first": (
         FakeJob(changes=(changed(first_step=51, loss="nan"), changed({2}, loss="nan"))),
         ("bad_data", 2),
@@ -204,6 +204,20 @@ def test_what_ranks_wait_for_processors_is_taken_off(
     assert _names(FakeJob(changes=(longer(phase, time_s),), extra=samples).verdicts()) == names
 
 
+def test_nothing_is_said_of_communication_until_the_load_of_hosts_is_known() -> None:
+    """The first sample of a rank says how long it has waited for processors, and the second since when."""
+    first: list[tuple[int | None, dict[str, Any]]] = [
+        (rank, {"kind": "sample", "time_s": START_S, "cpu_wait_s": 0.0}) for rank in range(4)
+    ]
+    second = [(rank, {**record, "time_s": START_S + 40, "cpu_wait_s": 0.0}) for rank, record in first]
+    slow = longer("communication", 0.2)
+    assert _names(FakeJob(changes=(slow,), extra=first).verdicts()) == []
+    (verdict,) = FakeJob(changes=(slow,), extra=first + second).verdicts()
+    assert verdict.name == "communication"
+    assert verdict.since_step is not None
+    assert verdict.since_step > 40 / 0.45
+
+
 def test_warming_up_is_nothing() -> None:
     def compile(rank: int, step: int, record: dict[str, Any]) -> None:
         if step <= 4:
@@ -224,6 +238,23 @@ def test_who_waits_is_not_named() -> None:
     """A rank that waits for a network, and for nobody: its own time is that of the others."""
     names = _names(FakeJob(changes=(longer("communication", 0.2, {3}),)).verdicts())
     assert ("straggler", 3) not in names
+
+
+@pytest.mark.parametrize(("loss_scale", "has_verdict"), [(None, True), (1024.0, False)])
+def test_a_gradient_that_is_not_finite_is_named(loss_scale: float | None, has_verdict: bool) -> None:
+    """With a loss scale a step that overflows and is skipped is no fault."""
+
+    def overflow(_: int, step: int, record: dict[str, Any]) -> None:
+        record["loss_scale"] = loss_scale
+        if step == 200:
+            record.update(norm="inf", skipped=1)
+
+    record = {"kind": "nonfinite", "time_s": START_S + 40, "step": 200, "what": "gradient", "module": "head.bias"}
+    extra: list[tuple[int | None, dict[str, Any]]] = [(0, record)] if has_verdict else []
+    found = FakeJob(changes=(overflow,), extra=extra).verdicts()
+    assert [verdict.text for verdict in found] == (
+        ["the gradient norm is not finite; first in the gradient of head.bias"] if has_verdict else []
+    )
 
 
 def test_one_spike_is_nothing() -> None:
