@@ -23,7 +23,7 @@ from harness.refused import refused
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
-from launcher.cli.commands.top import _kill, _stacks, top
+from launcher.cli.commands.top import _kill, _stacks, _trace, top
 from launcher.cli.top import app as screens
 from launcher.cli.top import frame
 from launcher.cli.top.app import Actions, ConfirmScreen, JobScreen, ListScreen, LogScreen, TextScreen, TopApp
@@ -112,11 +112,12 @@ def watch(
     size: tuple[int, int] = SMALL,
     kill: Callable[[JobEntry], str] = _kill,
     stacks: Callable[[JobEntry], str] = _stacks,
+    trace: Callable[[JobEntry, Callable[[], bool]], str] = _trace,
 ) -> None:
     """Run the application and use it."""
 
     async def run() -> None:
-        app = TopApp(Actions(all_jobs, kill, stacks), entry)
+        app = TopApp(Actions(all_jobs, kill, stacks, trace), entry)
         async with app.run_test(size=size) as pilot:
             await use(Screens(pilot))
 
@@ -231,6 +232,34 @@ def test_kill_asks_first(tmp_path: Path) -> None:
     watch(use, find_job(job.job_id), kill=kill)
 
 
+def test_a_trace_is_given_up_when_its_screen_is_left(tmp_path: Path) -> None:
+    job, ends = a_job(tmp_path), list[str]()
+    is_recorded = threading.Event()
+
+    def trace(_: JobEntry, is_cancelled: Callable[[], bool]) -> str:
+        while not is_recorded.wait(0.02):
+            if is_cancelled():
+                ends.append("given up")
+                return "given up"
+        ends.append("written")
+        return "trace_1.json.gz: ranks 0, 1"
+
+    async def use(seen: Screens) -> None:
+        await seen.press("p")
+        await seen.is_on(TextScreen)
+        await seen.shows("the ranks record their next steps")
+        await seen.press("escape")
+        await seen.is_on(JobScreen)
+        await seen.until(lambda: ends == ["given up"], "the end of the request")
+        is_recorded.set()
+        await seen.press("p")
+        await seen.shows("trace_1.json.gz: ranks 0, 1")
+        await seen.press("escape")
+
+    watch(use, find_job(job.job_id), trace=trace)
+    assert ends == ["given up", "written"]
+
+
 def test_a_real_job_is_watched_its_stacks_taken_and_killed(tmp_path: Path) -> None:
     job = Launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, TRAINING))
     wait_until(lambda: job.out.count("line 3") >= 2, "the ranks")
@@ -242,6 +271,8 @@ def test_a_real_job_is_watched_its_stacks_taken_and_killed(tmp_path: Path) -> No
         await seen.press("s")
         await seen.is_on(TextScreen)
         await seen.shows("Current thread")
+        await seen.press("escape", "p")
+        await seen.shows("not imported torch")
         await seen.press("escape", "k", "y")
         await seen.until(lambda: job.process.poll() is not None, "its end")
         await seen.shows("exit 143")
@@ -367,7 +398,7 @@ def test_in_a_terminal(tmp_path: Path) -> None:
     a_job(tmp_path, 2)
     terminal = TerminalLaunch(tmp_path, "top", "calm", size=SMALL, term="xterm-16color")
     terminal.read_until(lambda: any("step 3 of 10" in row for row in terminal.visible), "the job")
-    terminal.read_until(lambda: terminal.visible[-1].endswith("? help"), "the keys")
+    terminal.read_until(lambda: terminal.visible[-1].endswith("verdicts · ?"), "the keys")
     assert b"[38;2;" not in terminal.raw  # the terminal's own colours
     terminal.type(b"q")
     assert terminal.wait() == 0

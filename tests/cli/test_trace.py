@@ -15,6 +15,7 @@ from harness.launch.command import ROOT, Launch, Result, run_launch, wait_until
 from harness.launch.sshd import LoopbackSshd
 
 from launcher.journal.read import JournalFile, last_record
+from launcher.journal.trace_merge import read_steps
 from launcher.journal.trace_request import REQUEST_FILE
 
 # The ranks train until there is a file "stop", for at least that many steps. The same weights come out of a plain loop.
@@ -144,6 +145,11 @@ def test_an_engines_job_is_traced_again_and_again_and_trains_on(tmp_path: Path) 
             "aten::",
         ):
             assert inside(events, pid, name), name
+    traced = read_steps(run / "trace_1.json.gz")
+    assert traced.is_whole
+    assert len(traced.steps) == 3
+    assert {span.rank for span in traced.spans} == {0, 1}
+    assert {"forward", "backward", "gather", "reduction"} <= {span.kind for span in traced.spans}
     wait_until(lambda: last_record(run / "rank_1.jsonl", "trace") is not None, "what the journal has of the trace")
     one = tmp_path / "one.json"
     result = trace(tmp_path, "one", job.job_id[:-1], "--ranks", "1", "--steps", "1", "-o", one).wait()
@@ -182,6 +188,7 @@ def test_plain_torch_on_two_hosts_until_a_rank_is_killed(sshd: LoopbackSshd, tmp
     target = tmp_path / "trace.json.gz"
     result = trace(tmp_path, "both", job.job_id, "-o", target).wait()
     events = check_ranks(result, target, ("rank 0 (127.0.0.1)", "rank 1 (127.0.0.2)"), least_share=0.25)
+    assert "all_reduce" in {span.kind for span in read_steps(target).spans}
     for pid in (1000, 2000):
         for name in ("data", "backward", "update", "Optimizer.step", "aten::"):
             assert inside(events, pid, name), name

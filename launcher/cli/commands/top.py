@@ -6,12 +6,14 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import click
 
 from launcher.base.errors import LauncherError, UsageError
 from launcher.cli.commands.jobs import complete_job, end_job, grouped_stacks, take_stacks
+from launcher.cli.commands.trace import record_trace
 from launcher.cli.top import frame
 from launcher.journal.live import LiveJob
 from launcher.registry.registry import JobEntry, all_jobs, find_job
@@ -53,7 +55,7 @@ def top(job: str | None, once: bool, as_json: bool) -> None:
             "launch top needs the package textual",
             hint="pip install 'launch-zero[top]'; or, as text: launch top --once",
         ) from None
-    TopApp(Actions(all_jobs, _kill, _stacks), entry).run()
+    TopApp(Actions(all_jobs, _kill, _stacks, _trace), entry).run()
 
 
 def _kill(entry: JobEntry) -> str:
@@ -62,6 +64,11 @@ def _kill(entry: JobEntry) -> str:
 
 def _stacks(entry: JobEntry) -> str:
     return "\n".join(f"{heading}\n{stack}" for heading, stack in grouped_stacks(take_stacks(entry)))
+
+
+def _trace(entry: JobEntry, is_cancelled: Callable[[], bool]) -> str:
+    recorded = record_trace(entry, say=lambda _: None, is_cancelled=is_cancelled)
+    return "\n".join([recorded.summary, *(f"rank {rank}: {reason}" for rank, reason in recorded.missing.items())])
 
 
 def _print(entry: JobEntry | None, *, as_json: bool) -> None:

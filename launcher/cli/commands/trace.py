@@ -8,7 +8,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from launcher.base.processes import identity
 from launcher.base.timeouts import timeouts
 from launcher.base.units import format_bytes, printable
 from launcher.cli.commands.jobs import check_running, job_argument
-from launcher.cli.console.streams import say, say_waiting
+from launcher.cli.console.streams import say
 from launcher.cli.options.command import Number
 from launcher.cluster.nodeset import expand_numbers
 from launcher.journal.read import JobJournal, JournalFile, Record, TryJournal, last_record
@@ -30,6 +31,7 @@ from launcher.journal.trace_merge import MARKED, MergedTrace, RankTrace, merge_t
 from launcher.journal.trace_request import MAX_STEPS, REQUEST_FILE, TraceRequest, answer_file, parsed_request
 from launcher.registry.registry import JobEntry, find_job
 
+DEFAULT_STEPS = 3
 _POLL_S = 0.1
 _TELL_INTERVAL_S = 2.0
 _DEFAULT_RANKS = 8  # a file of more is large, and seldom says more
@@ -51,7 +53,11 @@ def _rank_list(_ctx: click.Context, _param: click.Parameter, text: str | None) -
 @click.command("trace", epilog=_EPILOG)
 @job_argument
 @click.option(
-    "--steps", "num_steps", type=Number(Whole(1, MAX_STEPS)), default=3, help="Optimizer steps to record. Default: 3."
+    "--steps",
+    "num_steps",
+    type=Number(Whole(1, MAX_STEPS)),
+    default=DEFAULT_STEPS,
+    help=f"Optimizer steps to record. Default: {DEFAULT_STEPS}.",
 )
 @click.option(
     "--ranks",
@@ -71,22 +77,47 @@ def trace(ctx: click.Context, /, job: str, num_steps: int, ranks: tuple[int, ...
 
     JOB is an id of `launch ps`, or the beginning of one. Ctrl-C leaves the job as it is.
     """
-    entry = find_job(job)
+    recorded = record_trace(find_job(job), num_steps, ranks, output, say=say)
+    for rank, reason in recorded.missing.items():
+        say(click.style("! ", fg="yellow") + printable(f"rank {rank}: {reason}"))
+    click.echo(recorded.summary)
+    if recorded.missing:
+        ctx.exit(ExitCode.FAILURE)
+
+
+@dataclass(frozen=True)
+class RecordedTrace:
+    """A file that was written."""
+
+    summary: str  # for the user: where it is, what is in it, and what opens it
+    missing: dict[int, str]  # ranks that are not in it, and why
+
+
+def record_trace(
+    entry: JobEntry,
+    num_steps: int = DEFAULT_STEPS,
+    ranks: Sequence[int] = (),
+    output: Path | None = None,
+    *,
+    say: Callable[[str], object],
+    is_cancelled: Callable[[], bool] = lambda: False,
+) -> RecordedTrace:
+    """Have ranks of a running job record their next steps, and write these to one file.
+
+    ranks: none: a choice of ours. output: None: a new file in the run folder. say: is called with what the user should
+    know meanwhile. Raises: LauncherError where nothing can be recorded, or was; also where `is_cancelled` says so.
+    """
     check_running(entry, "trace")
     run = _Run(entry)
-    chosen = run.chosen(ranks)
+    chosen = run.chosen(ranks, say)
     request = TraceRequest(os.urandom(6).hex(), os.getpid(), chosen, num_steps, run.first_step(chosen))
     target = output or _free_name(Path(entry.run_folder))
     if not target.absolute().parent.is_dir():
         raise UsageError("there is no such folder", where=str(target.parent), hint="create it, or name another with -o")
     with _requested(run.folder, request):
-        missing = _wait(run, request)
+        missing = _wait(run, request, say, is_cancelled)
         merged = _merge(run, [rank for rank in request.ranks if rank not in missing], missing, target)
-    for rank, reason in missing.items():
-        say(click.style("! ", fg="yellow") + printable(f"rank {rank}: {reason}"))
-    click.echo(_summary(request, missing, merged, target))
-    if missing:
-        ctx.exit(ExitCode.FAILURE)
+    return RecordedTrace(_summary(request, missing, merged, target), missing)
 
 
 class _Run:
@@ -120,7 +151,7 @@ class _Run:
         is_over = any(record["kind"] == "end" for record in self.records) or self.entry.state != "running"
         return "the job has ended before its trace was complete" if is_over else None
 
-    def chosen(self, ranks: Sequence[int]) -> list[int]:
+    def chosen(self, ranks: Sequence[int], say: Callable[[str], object]) -> list[int]:
         """Return the ranks to trace. ranks: those that are named; none: a choice of ours. Raises: UsageError."""
         unknown = [rank for rank in ranks if rank not in self.host_of]
         if unknown:
@@ -214,12 +245,14 @@ def _remove_answers(folder: Path, request: TraceRequest) -> None:
         (folder / answer_file(rank)).unlink(missing_ok=True)
 
 
-def _wait(run: _Run, request: TraceRequest) -> dict[int, str]:
+def _wait(
+    run: _Run, request: TraceRequest, say: Callable[[str], object], is_cancelled: Callable[[], bool]
+) -> dict[int, str]:
     """Wait for all answers; return the ranks that have none, and why."""
     missing: dict[int, str] = {}
     waited = list(request.ranks)
     tell_at_s, told = time.monotonic() + _TELL_INTERVAL_S, 0
-    while True:
+    while not is_cancelled():
         run.look()  # before the answers: what a rank has sent is there before its end is
         over = {rank: run.why_over(rank) for rank in waited}
         for rank in list(waited):
@@ -237,8 +270,9 @@ def _wait(run: _Run, request: TraceRequest) -> dict[int, str]:
             tell_at_s, told = time.monotonic() + _TELL_INTERVAL_S, len(waited)
             since = f" from step {request.first_step} on" if request.first_step else ""
             steps = "step" if request.num_steps == 1 else f"{request.num_steps} steps"
-            say_waiting(f"{_named(waited)} to take {steps}{since} (Ctrl-C: leave the job as it is)")
+            say(f"waiting for {_named(waited)} to take {steps}{since} (Ctrl-C: leave the job as it is)")
         time.sleep(_POLL_S)
+    raise LauncherError("the trace was given up", where=run.entry.job_id)
 
 
 def _merge(run: _Run, ranks: Sequence[int], missing: dict[int, str], target: Path) -> MergedTrace:

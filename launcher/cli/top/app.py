@@ -30,7 +30,7 @@ _MESSAGE_S = 10.0
 _LOG_LINES, _MAX_LOG_LINES = 200, 5000
 _ESCAPE = re.compile(r"\x1b(\[[0-9;?]*[ -/]*[@-~]|\][^\x07\x1b]*(\x07|\x1b\\)|[@-Z\\-_])")
 _LIST_KEYS = "enter open · q quit · ? help"
-_JOB_KEYS = "enter log · tab curves/log · / filter · s stacks · k kill · v verdicts · ? help"
+_JOB_KEYS = "enter log · tab pane · / filter · s stacks · p trace · k kill · v verdicts · ?"
 _AROUND_ROWS, _TALL_AROUND_ROWS = 13, 25  # lines of the screen that the table leaves to the rest
 _FILTER_HINT = "ranks, such as 0-7,12, or a part of a host's name; enter keeps, escape clears"
 _HELP = """\
@@ -45,6 +45,7 @@ f         fold: one row for each host, or for each rank
 l         the log of the rank, on the whole screen
 v         verdicts, warnings and events
 s         Python stack traces of all ranks; the job continues
+p         profile: the next steps as one file for Perfetto; the job continues
 k         kill the job; asks first
 q         quit
 
@@ -62,7 +63,9 @@ class Actions:
 
     jobs: Callable[[], list[JobEntry]]
     kill: Callable[[JobEntry], str]  # returns how that went
-    stacks: Callable[[JobEntry], str]  # returns the traces of all ranks
+    stacks: Callable[[JobEntry], str]  # returns the stack traces of all ranks
+    # Records the next steps; returns where the file is. It is given up when its second argument returns true.
+    trace: Callable[[JobEntry, Callable[[], bool]], str]
 
 
 class TopApp(App[None]):
@@ -190,6 +193,7 @@ class JobScreen(Screen[None]):
         Binding("l", "log", show=False),
         Binding("v", "verdicts", show=False),
         Binding("s", "stacks", show=False),
+        Binding("p", "trace", show=False),
         Binding("k", "kill", show=False),
     ]
 
@@ -426,6 +430,16 @@ class JobScreen(Screen[None]):
         self.app.push_screen(screen)
         self._do(actions_of(self).stacks, screen.change)
 
+    def action_trace(self) -> None:
+        """Record the next steps of the ranks as `launch trace` does, and show where the file is."""
+        screen = TextScreen(f"{self._entry.job_id}: trace", "the ranks record their next steps; leave to give it up")
+        self.app.push_screen(screen)
+
+        def trace(entry: JobEntry) -> str:
+            return actions_of(self).trace(entry, lambda: screen.is_left or not self.app.is_running)
+
+        self._do(trace, screen.change)
+
     def action_kill(self) -> None:
         """Kill the job, once the user has said so."""
 
@@ -529,6 +543,7 @@ class TextScreen(Screen[None]):
     def __init__(self, title: str, text: str) -> None:
         super().__init__()
         self._heading, self._body = title, text
+        self.is_left = False
 
     def compose(self) -> ComposeResult:
         """Make the widgets."""
@@ -540,6 +555,10 @@ class TextScreen(Screen[None]):
     def on_mount(self) -> None:
         """Let the arrows scroll."""
         self.query_one("#text").focus()
+
+    def on_unmount(self) -> None:
+        """Let who works for it know."""
+        self.is_left = True
 
     def change(self, text: str) -> None:
         """Show another text in its place."""
