@@ -11,6 +11,7 @@ import gzip
 import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -179,3 +180,83 @@ def _track(pid: int, tid: int, name: str, place: int) -> Iterator[Event]:
 def _slice(pid: int, tid: int, name: str, begin_ns: int, end_ns: int) -> Event:
     times = {"ts": begin_ns / 1e3, "dur": (end_ns - begin_ns) / 1e3}
     return {"ph": "X", "cat": "launch", "name": name, "pid": pid, "tid": tid, **times}
+
+
+# ---- What a page shows of such a file ----
+
+_MAX_READ_CHARS = 1 << 28  # of a file: what is behind them is left out
+# Begin the names of spans of collectives: those of the engine, of torch, and of NCCL's kernels.
+_COLLECTIVES = ("launch: ", "nccl:", "gloo:", "ncclDevKernel_")
+_RANK_NAME = re.compile(r"rank (\d+) (?:\(|device )")
+
+
+@dataclass(frozen=True)
+class TracedSpan:
+    """A phase of a rank's steps, or a collective. Times in seconds since the first step of the trace began."""
+
+    rank: int
+    kind: str  # of a phase its name; of a collective what it does, such as `gather` and `all_reduce`
+    name: str
+    begin_s: float
+    duration_s: float
+    is_phase: bool
+
+
+@dataclass(frozen=True)
+class TracedSteps:
+    """The steps of a trace."""
+
+    steps: dict[int, tuple[float, float]]  # number -> begin and end on the rank that is first in the file
+    spans: list[TracedSpan]
+    is_whole: bool  # the file was read to its end
+
+
+def newest_trace(folder: Path) -> Path | None:
+    """Return the trace that was last written into a run folder, if there is one."""
+    return max(folder.glob("trace_*.json.gz"), key=lambda path: path.stat().st_mtime_ns, default=None)
+
+
+def read_steps(path: Path) -> TracedSteps:
+    """Read the phases and collectives of a file that `merge_traces` has written. Raises: OSError, ValueError."""
+    ranks: dict[int, int] = {}  # process of the file -> rank
+    steps: dict[int, tuple[float, float]] = {}
+    spans: list[TracedSpan] = []
+    num_chars, first_pid = 0, None
+    try:
+        with gzip.open(path, "rt") as file:
+            for line in file:
+                num_chars += len(line)
+                if num_chars > _MAX_READ_CHARS:
+                    return TracedSteps(steps, spans, is_whole=False)
+                if not any(mark in line for mark in ('"process_name"', '"cat":"launch"', *_COLLECTIVES)):
+                    continue
+                event = json.loads(line.rstrip(",\n"))
+                if event["ph"] == "M":
+                    found = _RANK_NAME.match(event["args"]["name"])
+                    if found is not None:
+                        ranks[event["pid"]] = int(found[1])
+                        first_pid = event["pid"] if first_pid is None else first_pid
+                elif event["ph"] == "X" and event["pid"] in ranks:
+                    begin_s, duration_s = event["ts"] / 1e6, event["dur"] / 1e6
+                    is_own = event.get("cat") == "launch"
+                    if is_own and event["tid"] == _STEPS_TID:
+                        if event["pid"] == first_pid:
+                            steps[int(event["name"].removeprefix("step "))] = begin_s, begin_s + duration_s
+                        continue
+                    kind = event["name"] if is_own else _kind_of(event["name"])
+                    if kind is not None:
+                        spans.append(TracedSpan(ranks[event["pid"]], kind, event["name"], begin_s, duration_s, is_own))
+    except (EOFError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{path} is no trace: {error!r:.200}") from None
+    return TracedSteps(steps, spans, is_whole=True)
+
+
+def _kind_of(name: str) -> str | None:
+    """Return what a span's collective does; None for another span."""
+    prefix = next((prefix for prefix in _COLLECTIVES if name.startswith(prefix)), None)
+    if prefix is None:
+        return None
+    rest = name.removeprefix(prefix)
+    if prefix == "ncclDevKernel_":
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", rest.partition("_")[0]).lower()
+    return rest.partition(" of ")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import importlib.util
 import json
 import pkgutil
@@ -66,6 +67,24 @@ def evil_try(**attributes: Any) -> Try:
     return Try(own=own, own_of_ranks={0: rank0}, job=job, **attributes)
 
 
+def write_trace(folder: Path, *, is_cut: bool = False) -> None:
+    """Write what `launch trace` would: two ranks, two steps, hostile names, and a span that is no collective."""
+    events: list[Record] = []
+    for rank, pid in ((0, 1000), (3, 2000)):
+        events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": f"rank {rank} (a)"}})
+        own = [("launch", f"step {step}", 1 << 30, 1000.0 * (step - 7)) for step in (7, 8)]
+        own += [("launch", "forward", (1 << 30) + 1, 0.0), ("launch", "communication", (1 << 30) + 1, 1000.0)]
+        own += [("user_annotation", f"launch: gather of {EVIL}", 5, 10.0), ("cpu_op", "aten::mm", 5, 20.0)]
+        own += [("kernel", "ncclDevKernel_ReduceScatter_Sum_bf16_RING_LL(ncclDevKernelArgs)", 7, 30.0)]
+        for category, name, tid, begin_us in own:
+            events.append(
+                {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, "ts": begin_us, "dur": 1000.0}
+            )
+    lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
+    data = gzip.compress(f'{{"displayTimeUnit": "ms", "traceEvents": [\n{lines}\n]}}\n'.encode())
+    (folder / "trace_1.json.gz").write_bytes(data[:-20] if is_cut else data)
+
+
 @pytest.fixture(scope="module")
 def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with three pages: of a hostile journal, of a job that was restarted, and of two jobs."""
@@ -73,11 +92,13 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Path:
     failure = {"kind": "rank failed", "host": EVIL, "rank": 1, "reason": EVIL, "traceback": EVIL, "hint": EVIL}
     write_job(folder / "evil", evil_try(exit_code=1, host_clocks={EVIL: 0.0}))
     (folder / "evil" / "report.json").write_text(json.dumps({"exit_code": 1, "failure": failure}))
+    write_trace(folder / "evil")
     raised = {"kind": "raised", "time_s": BEGAN_S + 5, "rank": 1, "type": "ValueError", "message": "bad data"}
     first = Try(exit_code=1, own=[raised], job={"job_id": "brave-lynx"})
     again = Try(first_step=16, num_steps=10, began_s=BEGAN_S + 30, job={"job_id": "brave-lynx"})
     again.own_of_ranks[0] = [engine_record(gradient_clipping=0.5)]
     write_job(folder / "restarted", first, again)
+    write_trace(folder / "restarted", is_cut=True)
     for name, jobs in (("evil", ["evil"]), ("restarted", ["restarted"]), ("two", ["evil", "restarted"])):
         result = run_here(folder, "report", *[f"./{job}" for job in jobs], "-o", f"{name}.html")
         assert (result.code, result.out) == (0, f"{name}.html\n"), result.err
@@ -151,6 +172,19 @@ def test_the_page_of_a_job_has_every_part(pages: Path) -> None:
     assert {trace["y"][0] for trace in charts["timeline"]["traces"]} >= {"save", "host lost", "rank failed", "notice"}
     assert "zero_optimization.reduce_bucket_size 1048576" in page.text
     assert "zero_optimization.stage 2" in page.text
+
+
+def test_collectives_of_traced_steps_are_on_one_clock(pages: Path) -> None:
+    page = Page((pages / "evil.html").read_text())
+    charts = {chart["key"]: chart for chart in json.loads(page.scripts[0])}
+    found = {trace["name"]: trace for trace in charts["collectives"]["traces"]}
+    assert list(found) == ["forward", "communication", "gather", "reduce_scatter"]
+    assert found["gather"]["y"] == ["rank 0 · collectives", "rank 3 · collectives"]
+    assert (found["reduce_scatter"]["base"], found["reduce_scatter"]["x"]) == ([0.03] * 2, [1.0] * 2)
+    assert [shape["x0"] for shape in charts["collectives"]["layout"]["shapes"]] == [1.0, 2.0]
+    assert "Collectives of step 7 to 8" in page.text
+    cut = Page((pages / "restarted.html").read_text())
+    assert "collectives" not in {chart["key"] for chart in json.loads(cut.scripts[0])}
 
 
 def test_steps_done_again_are_apart(pages: Path) -> None:

@@ -28,11 +28,13 @@ from launcher.journal.history import History
 from launcher.journal.read import Record
 from launcher.journal.records import PHASES
 from launcher.journal.summary import rate_column
+from launcher.journal.trace_merge import newest_trace, read_steps
 
 NUM_COLORS = 6  # of jobs, in page.css
 _MAX_LOGGED = 24  # charts of a script's values
 _MAX_UNITS = 40
 _MAX_EVENTS = 400  # of one kind, in the timeline
+_MAX_SPANS = 4000  # of a trace
 _MAX_TEXT_CHARS = 160
 _MAX_TICK_CHARS = 24
 _DIGITS = 6
@@ -316,6 +318,59 @@ def units_of(engine: Record) -> list[tuple[str, float]]:
     units = engine.get("units")
     named = [unit for unit in units if isinstance(unit, list) and len(unit) == 3] if isinstance(units, list) else []
     return [(str(label), float(num_bytes)) for label, _, num_bytes in named if isinstance(num_bytes, int | float)]
+
+
+def collectives_chart(run: Run, prefix: str) -> Chart | None:
+    """Return the phases and collectives of the steps that `launch trace` has recorded last; None without a trace."""
+    path = newest_trace(run.folder)
+    if path is None:
+        return None
+    try:
+        traced = read_steps(path)
+    except (OSError, ValueError):
+        return None
+    kept = sorted(traced.spans, key=lambda span: (not span.is_phase, -span.duration_s))[:_MAX_SPANS]
+    if not traced.steps or not kept:
+        return None
+    unit, factor = ("ms", 1e3) if max(end for _, end in traced.steps.values()) < 10 else ("s", 1.0)
+    ranks = sorted({span.rank for span in kept})
+    kinds = list(dict.fromkeys((span.is_phase, span.kind) for span in kept))
+    kinds.sort(key=lambda kind: (not kind[0], PHASES.index(kind[1]) if kind[1] in PHASES else 0, kind[1]))
+    traces: list[dict[str, Any]] = []
+    for number, (is_phase, kind) in enumerate(kinds):
+        own = [span for span in kept if (span.is_phase, span.kind) == (is_phase, kind)]
+        color = phase_color(kind) if is_phase else color_of(number)
+        traces.append(
+            {
+                "type": "bar",
+                "orientation": "h",
+                "base": [span.begin_s * factor for span in own],
+                "x": [span.duration_s * factor for span in own],
+                "y": [f"rank {span.rank} · {'phases' if is_phase else 'collectives'}" for span in own],
+                "text": [shown(span.name) for span in own],
+                "textposition": "none",
+                "name": shown(kind),
+                "marker": {"color": color, "opacity": 1.0 if is_phase else 0.75, "line": {"width": 0}},
+                "hovertemplate": f"%{{text}}: %{{x:.3g}} {unit}, from %{{base:.4g}}<extra></extra>",
+            }
+        )
+    first, last = min(traced.steps), max(traced.steps)
+    layout = _axes(f"{unit} since step {first} began", has_legend=True, barmode="overlay", hovermode="closest")
+    rows = [f"rank {rank} · {what}" for rank in ranks for what in ("phases", "collectives")]
+    layout["yaxis"] = {"type": "category", "categoryarray": rows, "autorange": "reversed", "automargin": True}
+    layout["shapes"] = [_step_end(end * factor) for _, end in traced.steps.values()]
+    note = f"From {path.name}, which launch trace has recorded, on one clock; a line is the end of a step of rank"
+    note += f" {ranks[0]}."
+    left_out = len(traced.spans) - len(kept)
+    note += f" The {left_out:,} shortest collectives are left out." if left_out else ""
+    note += "" if traced.is_whole else " The file is too large to be read to its end."
+    title = f"Collectives of step {first}" + (f" to {last}" if last > first else "")
+    return Chart(f"{prefix}collectives", title, traces, layout, shown(note), 140 + 44 * len(ranks))
+
+
+def _step_end(at: float) -> dict[str, Any]:
+    line = {"color": "var(--muted)", "width": 1, "dash": "dot"}
+    return {"type": "line", "xref": "x", "yref": "paper", "x0": at, "x1": at, "y0": 0, "y1": 1, "line": line}
 
 
 # ---- what happened when ----

@@ -97,6 +97,7 @@ def _section(run: Run, place: int, *, is_one: bool) -> dict[str, Any]:
     found = (
         charts.phases_chart(run, prefix),
         charts.waiting_chart(run, prefix),
+        charts.collectives_chart(run, prefix),
         charts.timeline_chart(run, events, prefix),
         charts.units_chart(run, prefix),
     )
