@@ -201,8 +201,9 @@ jq -c 'select(.kind == "step") | [.step, .loss, .duration_s]' runs/calm-otter-4f
 * `launcher.log(step=step, accuracy=0.9)` adds values of your own, from any script that `launch` has started.
 * Each line is one object that begins with its `kind`. It is written by a thread of its own, which no step waits for; a
   rank that is killed loses the last {FLUSH_INTERVAL_S:g} s. Only the last line of a file may be cut off.
-* Ranks of other hosts send their records to the launcher, so that all files are in one folder. Times are those of the
-  host that wrote; `clock` and the two clocks in `job` and `rank` bring them together.
+* Ranks send their records to the launcher, so that all files are in one folder: once a second, with the heartbeats.
+  What is on its way when a host is lost is lost with it. Times are those of the host that wrote; `clock` and the two
+  clocks in `job` and `rank` bring them together.
 * Steps shorter than 0.1 s share a record; with more than 64 ranks longer ones do, too. Each time that a file has grown
   by {DOUBLED_EVERY_BYTES >> 20} MiB, records come half as often: a journal stays small, however long the run.
 * A restart has a folder of its own, `restart_1`. NaN and infinity are texts. Readers must skip kinds and fields that

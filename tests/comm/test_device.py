@@ -200,7 +200,8 @@ def test_gathers_and_reductions_go_ahead_of_the_computing(monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "get_device_module", lambda _: made)
     streams_of(torch.device("cuda", 0))
     priorities = dict(zip(Side, (call.kwargs["priority"] for call in made.Stream.call_args_list), strict=True))
-    assert priorities == {Side.GATHER: -1, Side.REDUCE: -1, Side.TO_DEVICE: 0, Side.TO_HOST: 0}
+    copies = {Side.TO_DEVICE: 0, Side.TO_HOST: 0}
+    assert priorities == {Side.GATHER: -1, Side.REDUCE: -1, **copies, Side.RECEIVE: 0}
 
 
 def test_the_gpu_is_made_current_when_the_group_is_somebody_elses(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -244,15 +244,11 @@ def test_the_summary_is_above_the_stacks_and_no_stack() -> None:
 
 # ---- Real jobs ----
 
-# While torch is imported, which takes long on a busy machine, output keeps the job alive.
+# While torch is imported, which takes long on a busy machine, output keeps the job alive: of another process, as an
+# import may hold the interpreter's lock for longer than the job may be silent.
 ALIVE = """
-    import ctypes, os, signal, threading, time
-    is_up = False
-    def say_dots():
-        while not is_up:
-            print(".", flush=True)
-            time.sleep(0.2)
-    threading.Thread(target=say_dots, daemon=True).start()
+    import ctypes, os, signal, subprocess, time
+    dots = subprocess.Popen(["sh", "-c", "while sleep 0.2; do echo .; done"])
     import torch
     import torch.distributed as dist
     rank = int(os.environ["RANK"])
@@ -274,7 +270,7 @@ PLAIN = f"""{ALIVE}
             hinder()
         model(torch.ones(1, 3)).sum().backward()
     dist.barrier()
-    is_up = True
+    dots.kill()
     if rank == 1:
         open("parted", "w").close()
         dist.all_gather([torch.ones(4) for _ in range(3)], torch.ones(4))  # it has skipped a sum
@@ -290,7 +286,7 @@ ENGINE = f"""{ALIVE}
             time.sleep(600)
     for step in range(3):
         if step == 2:
-            is_up = True
+            dots.kill()
             if rank == 1:
                 load_batch()
         engine.backward(engine(torch.ones(1, 8)).sum())
