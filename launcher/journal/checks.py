@@ -33,7 +33,7 @@ _SPIKES = 3  # records in a row
 _FINITE_AGAIN = 5
 _TOLD_S = 10.0
 _SETTLED_STEPS = 50  # a loss scale is found within them
-_PATIENCE_S = 2.0  # for other ranks to tell that their loss is not finite either
+_PATIENCE_S = 3.0  # for other ranks to tell that their loss is not finite either: their records come once a second
 _SILENT_S, _STILL_S = 20.0, 40.0  # one rank alone; all of them
 _SILENT_STEPS = 20
 _THROTTLED = 2  # samples in a row
@@ -303,7 +303,7 @@ def _nonfinite(state: State, bad: dict[int, RankEvidence], now_s: float) -> Iter
     sources = [number for number in sources if (bad[number].nonfinite or (0, ""))[1] == "loss"] or sources
     with_loss = [number for number, rank in state.evidence.ranks.items() if rank.losses.has_any or number in bad]
     since_s = now_s - min(rank.nonfinite_s for rank in bad.values())
-    if len(bad) < len(with_loss) and since_s < _PATIENCE_S and state.ended is None:
+    if len(bad) < len(state.evidence.ranks) and since_s < _PATIENCE_S and state.ended is None:
         return
     module = next((bad[number].module for number in sources if bad[number].module), None)
     what = next(rank.nonfinite[1] for rank in (bad[number] for number in sources) if rank.nonfinite)

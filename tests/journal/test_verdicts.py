@@ -287,6 +287,21 @@ def test_the_one_rank_that_has_stopped_is_named() -> None:
     assert even.current(START_S + 600) == []  # an evaluation, a save: nobody is behind
 
 
+def test_the_rank_on_which_it_began_may_tell_it_last() -> None:
+    """Without the engine ranks tell no loss before one is not finite. Records of several hosts come at other times."""
+
+    def bad(rank: int, step: int) -> tuple[int, dict[str, Any]]:
+        return rank, {"kind": "nonfinite", "time_s": START_S + 10, "step": step, "what": "loss", "module": None}
+
+    samples = [(rank, {"kind": "sample", "time_s": START_S + 5}) for rank in range(4)]
+    verdicts = _fed([*samples, bad(0, 42), bad(1, 42), bad(3, 42)])
+    assert verdicts.current(START_S + 11) == []
+    verdicts.feed(*bad(2, 41))
+    assert _names(verdicts.current(START_S + 11.5)) == [("bad_data", 2)]
+    everywhere = _fed([*samples, *(bad(rank, 42) for rank in range(4))])
+    assert _names(everywhere.current(START_S + 11)) == [("nan", None)]
+
+
 def test_the_first_failure_is_told_with_what_was_raised() -> None:
     failure = {"kind": "rank failed", "host": "node-b", "rank": 2, "exit_code": 1, "reason": "exit code 1"}
     verdicts = _fed(
