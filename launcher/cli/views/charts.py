@@ -350,6 +350,7 @@ def collectives_chart(run: Run, prefix: str) -> Chart | None:
                 "text": [shown(span.name) for span in own],
                 "textposition": "none",
                 "name": shown(kind),
+                "showlegend": not is_phase,  # their colours are those of the chart of phases
                 "marker": {"color": color, "opacity": 1.0 if is_phase else 0.75, "line": {"width": 0}},
                 "hovertemplate": f"%{{text}}: %{{x:.3g}} {unit}, from %{{base:.4g}}<extra></extra>",
             }
@@ -365,7 +366,7 @@ def collectives_chart(run: Run, prefix: str) -> Chart | None:
     note += f" The {left_out:,} shortest collectives are left out." if left_out else ""
     note += "" if traced.is_whole else " The file is too large to be read to its end."
     title = f"Collectives of step {first}" + (f" to {last}" if last > first else "")
-    return Chart(f"{prefix}collectives", title, traces, layout, shown(note), 140 + 44 * len(ranks))
+    return Chart(f"{prefix}collectives", title, traces, layout, shown(note), 200 + 64 * len(ranks))
 
 
 def _step_end(at: float) -> dict[str, Any]:
