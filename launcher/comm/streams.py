@@ -81,8 +81,8 @@ class Streams:
     def keep(self, tensor: Tensor, side: Side) -> None:
         """Keep a tensor's memory, which the allocator may get back at any time, for a side's work so far."""
 
-    def use_here(self, tensor: Tensor) -> None:
-        """Keep a tensor's memory, when the allocator gets it back, for the work of the current stream until then."""
+    def record_stream(self, tensor: Tensor) -> None:
+        """Keep the memory of a tensor that is freed until the current stream has done its work so far."""
 
     def synchronize(self, *sides: Side) -> None:
         """Block the host until all work of these sides has ended."""
@@ -133,7 +133,7 @@ class DeviceStreams(Streams):
     def keep(self, tensor: Tensor, side: Side) -> None:
         tensor.record_stream(self._sides[side])
 
-    def use_here(self, tensor: Tensor) -> None:
+    def record_stream(self, tensor: Tensor) -> None:
         tensor.record_stream(self._module.current_stream(self._device))
 
     def synchronize(self, *sides: Side) -> None:

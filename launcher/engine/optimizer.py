@@ -352,6 +352,7 @@ class ZeroOptimizer(torch.optim.Optimizer):
         if any(gradients.state is not UnitState.REDUCED or gradients.is_incomplete for _, gradients in trained):
             return
         for unit, gradients in trained:
+            gradients.keep_sum()
             with_padding = unit.is_sharded and unit.layout.is_one_even_param  # as `ds_tensor` has
             is_in_memory = gradients.swap is None
             owned_grad = gradients.widened_grad() if is_in_memory else gradients.owned_grad  # scripts may write it

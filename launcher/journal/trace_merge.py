@@ -12,6 +12,7 @@ import itertools
 import json
 import os
 import re
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -246,8 +247,8 @@ def read_steps(path: Path) -> TracedSteps:
                     kind = event["name"] if is_own else _kind_of(event["name"])
                     if kind is not None:
                         spans.append(TracedSpan(ranks[event["pid"]], kind, event["name"], begin_s, duration_s, is_own))
-    except (EOFError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is no trace: {error!r:.200}") from None
+    except (EOFError, zlib.error, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(f"{path} is not a trace of launch, or is damaged: {error!r:.200}") from None
     return TracedSteps(steps, spans, is_whole=True)
 
 

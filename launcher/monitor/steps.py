@@ -38,7 +38,7 @@ class StepEnd:
     num_samples: int  # of this rank
     outcome: Callable[[], tuple[float | None, bool]]  # norm, and whether nothing was updated; asked once it is there
 
-    def telling_norm(self, norm: float | None, *, is_skipped: bool) -> float | None:
+    def norm_to_check(self, norm: float | None, *, is_skipped: bool) -> float | None:
         """Return a norm that should be finite: with a loss scale that of a skipped step need not be."""
         return None if is_skipped and self.loss_scale is not None else norm
 
@@ -85,7 +85,7 @@ class StepRecorder:
             self._num_skipped += is_skipped
             loss = sum(each.item() for each in facts.losses) if facts.losses else None
             # Each step, also one that shares a record: the rank on which it begins is known by its step.
-            self._nonfinite.look(facts.step, loss, facts.telling_norm(norm, is_skipped=is_skipped))
+            self._nonfinite.look(facts.step, loss, facts.norm_to_check(norm, is_skipped=is_skipped))
         self._write_arrived()
         self._unwritten = [facts] if self._marks is None else [*self._unwritten, facts]
         if self._duration_s >= self.journal.record_interval_s:
@@ -131,7 +131,7 @@ class StepRecorder:
         norm, is_skipped = facts.outcome()
         value = None if loss is None else loss.item()
         if self._marks is not None:
-            self._nonfinite.look(facts.step, value, facts.telling_norm(norm, is_skipped=is_skipped))
+            self._nonfinite.look(facts.step, value, facts.norm_to_check(norm, is_skipped=is_skipped))
         self.journal.add("step", **record, loss=value, norm=norm, skipped=num_skipped)
 
     def _write_arrived(self) -> None:

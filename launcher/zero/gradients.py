@@ -218,6 +218,10 @@ class UnitGradients:
         if self._lends_sum and self._memory is not None:
             self._memory.give_back()
 
+    def keep_sum(self) -> None:
+        """Keep the memory of the sum from now on: a script has views of it, and may read them after the step."""
+        self._lends_sum = False
+
     @property
     def has_sum(self) -> bool:
         """Whether there are values of the sum, in memory or on disk."""

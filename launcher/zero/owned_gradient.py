@@ -24,7 +24,7 @@ def sum_of_squares(grad: Tensor, parts: Sequence[slice] = (slice(None),)) -> Ten
     """Return the sum of squares of parts of a gradient, scalar fp64; not finite when an element is not."""
     if not parts:
         return torch.zeros((), dtype=torch.float64, device=grad.device)
-    kernel = kernel_for(grad.device.type) if grad.device.type == "cpu" else None  # elsewhere: see `sum_of_all_squares`
+    kernel = kernel_for(grad.device.type) if grad.device.type == "cpu" else None  # elsewhere: see `measure_all`
     if kernel is not None:
         return kernel.sum_of_squares([grad[part] for part in parts])
     # Its sum in fp64 is 40 times slower on a CPU.
@@ -32,25 +32,17 @@ def sum_of_squares(grad: Tensor, parts: Sequence[slice] = (slice(None),)) -> Ten
     return torch.stack(norms).double().square().sum()
 
 
-def sum_of_all_squares(grads: Sequence[Tensor]) -> Tensor:
+def measure_all(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
     """Return the sum of squares of gradients of one device, at least one, scalar fp64, in one launch for each type.
 
-    A kernel on a GPU reads a table of addresses. One call a step with the same tensors has the table ready; a call for
-    each unit would need a table for each.
+    A kernel on a GPU reads a table of addresses: a call for each unit would need a table for each. Returns, too, which
+    element is the first that is not finite, as `Kernel.measure` has it; None: there is no kernel that finds it in the
+    same pass.
     """
     kernel = kernel_for(grads[0].device.type)
     if kernel is not None:
-        return kernel.sum_of_squares(grads)
-    return torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)).double().square().sum()
-
-
-def measure_all(grads: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
-    """Return what `sum_of_all_squares` does, and where the first element is that is not finite: see `Kernel.measure`.
-
-    None: there is no kernel that finds it without another pass over the gradients.
-    """
-    kernel = kernel_for(grads[0].device.type)
-    return (sum_of_all_squares(grads), None) if kernel is None else kernel.measure(grads)
+        return kernel.measure(grads)
+    return torch.stack(torch._foreach_norm(list(grads), 2, torch.float32)).double().square().sum(), None
 
 
 class OwnedGradient:

@@ -22,7 +22,7 @@ from launcher.kernels.api import DeviceScale
 from launcher.kernels.cpu import part_of_threads
 from launcher.optim.api import DeviceScaled, FlatOptimizer, UnitOptimizer
 from launcher.zero.gradients import UnitGradients
-from launcher.zero.owned_gradient import measure_all, sum_of_all_squares
+from launcher.zero.owned_gradient import measure_all
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.speculative_update import SpeculativeUpdate
 from launcher.zero.tensors import digest
@@ -198,14 +198,12 @@ def parted_error(labels: Sequence[str], are_parted: Sequence[float]) -> EngineEr
     )
 
 
-def sum_of_squares(
-    gradients: list[UnitGradients], group: RankGroup, *, finds_bad: bool = False
-) -> tuple[Tensor, FirstBad | None]:
+def sum_of_squares(gradients: list[UnitGradients], group: RankGroup) -> tuple[Tensor, FirstBad | None]:
     """Return the sum of squares of this rank's share of all gradients, fp64 [1] on the device.
 
     On a GPU in one launch over all units; on a CPU each unit was measured as its sum arrived, while it was in the cache
-    and others were in flight. After the reductions. finds_bad: return, too, where the first is of those that were
-    measured in one launch, that is not finite; None where no kernel finds it.
+    and others were in flight. After the reductions. Returns, too, the first element that is not finite of those that
+    were measured in one launch; None where there are none, or no kernel finds it.
     """
     squares = [torch.zeros((), dtype=torch.float64, device=group.device)]
     measured: list[tuple[UnitGradients, int]] = []
@@ -218,11 +216,9 @@ def sum_of_squares(
             measured.append((own, begin))
             together.append(grad)
     place = None
-    if finds_bad and together:
+    if together:
         total, place = measure_all(together)
         squares.append(total)
-    elif together:
-        squares.append(sum_of_all_squares(together))
     found = None if place is None else FirstBad(measured, place)
     return torch.stack(squares).sum().reshape(1), found
 
@@ -461,7 +457,7 @@ def _step_behind_host(
 
     compared: units whose parameters are compared between ranks; of a difference the host learns with the norm.
     """
-    squares, first_bad = sum_of_squares(gradients, mesh.data, finds_bad=True)
+    squares, first_bad = sum_of_squares(gradients, mesh.data)
     rows = mesh.data.communicator.gather_rows(torch.cat([squares, _values_of(compared, squares.device)]))
     are_parted = (rows[:, 1:] != rows[0, 1:]).any(dim=0).double()
     known = torch.cat([rows[:, :1].sum(dim=0) / mesh.num_copies, are_parted.sum().reshape(1)])

@@ -18,6 +18,8 @@ from harness.launch.command import run_here
 from harness.launch.journals import BEGAN_S, Record, Try, write_job
 from harness.needs import need_module
 
+from launcher.journal.trace_merge import read_steps
+
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 EVIL = '</script><script>window.hurt=1</script><img src="http://evil.example/x" onerror="window.hurt=1">\u2028&amp;'
 API_KEY = "s3cret"
@@ -68,7 +70,7 @@ def evil_try(**attributes: Any) -> Try:
 
 
 def write_trace(folder: Path, *, is_cut: bool = False) -> None:
-    """Write what `launch trace` would: two ranks, two steps, hostile names, and a span that is no collective."""
+    """Write what `launch trace` would: two ranks, two steps, hostile names, and a span of another kind."""
     events: list[Record] = []
     for rank, pid in ((0, 1000), (3, 2000)):
         events.append({"ph": "M", "name": "process_name", "pid": pid, "tid": 0, "args": {"name": f"rank {rank} (a)"}})
@@ -185,6 +187,18 @@ def test_collectives_of_traced_steps_are_on_one_clock(pages: Path) -> None:
     assert "Collectives of step 7 to 8" in page.text
     cut = Page((pages / "restarted.html").read_text())
     assert "collectives" not in {chart["key"] for chart in json.loads(cut.scripts[0])}
+    assert "The recorded steps are not shown: " in cut.text
+    assert "trace_1.json.gz is not a trace of launch, or is damaged" in cut.text
+
+
+def test_a_damaged_trace_is_an_error_of_its_own(tmp_path: Path) -> None:
+    write_trace(tmp_path)
+    path = tmp_path / "trace_1.json.gz"
+    data = bytearray(path.read_bytes())
+    for place in (0, 20, len(data) // 2, len(data) - 4):
+        path.write_bytes(data[:place] + bytes([data[place] ^ 0xFF]) + data[place + 1 :])
+        with pytest.raises((OSError, ValueError)):
+            read_steps(path)
 
 
 def test_steps_done_again_are_apart(pages: Path) -> None:

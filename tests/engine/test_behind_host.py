@@ -333,6 +333,24 @@ def test_sums_that_scripts_may_hold_keep_their_memory() -> None:
     assert found["named"] == found["names"]
 
 
+def _held_gradients(rank: int, world_size: int) -> bool:
+    """Return whether what a script has got of gradients can be read behind the step, as it was."""
+    case = small(2, "bf16")
+    with runs_behind_host():
+        engine, optimizer, _, _ = launcher.initialize(model=make_model(case), config=case.config(world_size))
+        tokens, targets = (part.chunk(world_size)[rank] for part in micro_batches(case)[0][0])
+        engine.backward(engine(tokens, targets))
+        held = [each for group in optimizer.averaged_gradients.values() for each in group]
+        before = [each.clone() for each in held]
+        engine.step()
+        engine(tokens, targets)
+        return bool(held) and all(map(torch.equal, held, before))
+
+
+def test_gradients_that_a_script_holds_keep_their_memory() -> None:
+    assert run_on_ranks(2, _held_gradients) == [True, True]
+
+
 # ---- what is launched ----
 
 

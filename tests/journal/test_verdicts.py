@@ -242,7 +242,7 @@ def test_who_waits_is_not_named() -> None:
 
 @pytest.mark.parametrize(("loss_scale", "has_verdict"), [(None, True), (1024.0, False)])
 def test_a_gradient_that_is_not_finite_is_named(loss_scale: float | None, has_verdict: bool) -> None:
-    """With a loss scale a step that overflows and is skipped is no fault."""
+    """With a loss scale an overflow that is skipped is normal."""
 
     def overflow(_: int, step: int, record: dict[str, Any]) -> None:
         record["loss_scale"] = loss_scale

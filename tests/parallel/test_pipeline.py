@@ -568,7 +568,7 @@ def _wait_elsewhere(receiving: Receiving) -> tuple[Tensor, ...]:
 
 MISSING = {
     "the wait": (Receiving, "wait", _wait_elsewhere, "is not ordered after"),
-    "the use": (ModelStreams, "use_here", lambda *_: None, "RECEIVE gets memory back"),
+    "the use": (ModelStreams, "record_stream", lambda *_: None, "RECEIVE gets memory back"),
 }
 
 

@@ -272,7 +272,7 @@ def _wait(
             steps = "step" if request.num_steps == 1 else f"{request.num_steps} steps"
             say(f"waiting for {_named(waited)} to take {steps}{since} (Ctrl-C: leave the job as it is)")
         time.sleep(_POLL_S)
-    raise LauncherError("the trace was given up", where=run.entry.job_id)
+    raise LauncherError("the trace was cancelled", where=run.entry.job_id)
 
 
 def _merge(run: _Run, ranks: Sequence[int], missing: dict[int, str], target: Path) -> MergedTrace:

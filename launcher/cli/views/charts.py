@@ -321,14 +321,14 @@ def units_of(engine: Record) -> list[tuple[str, float]]:
 
 
 def collectives_chart(run: Run, prefix: str) -> Chart | None:
-    """Return the phases and collectives of the steps that `launch trace` has recorded last; None without a trace."""
+    """Return the phases and collectives of the steps that `launch trace` has recorded last; None without a trace.
+
+    Raises: OSError, ValueError for a file that cannot be read.
+    """
     path = newest_trace(run.folder)
     if path is None:
         return None
-    try:
-        traced = read_steps(path)
-    except (OSError, ValueError):
-        return None
+    traced = read_steps(path)
     kept = sorted(traced.spans, key=lambda span: (not span.is_phase, -span.duration_s))[:_MAX_SPANS]
     if not traced.steps or not kept:
         return None

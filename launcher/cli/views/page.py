@@ -94,10 +94,15 @@ def _section(run: Run, place: int, *, is_one: bool) -> dict[str, Any]:
     history, summary = run.history, run.summary
     prefix = "" if is_one else f"{place}-"
     events = charts.events_of(history)
+    notes, collectives = list(notes_of(summary)), None
+    try:
+        collectives = charts.collectives_chart(run, prefix)
+    except (OSError, ValueError) as error:
+        notes.append(safe(f"The recorded steps are not shown: {error}"))
     found = (
         charts.phases_chart(run, prefix),
         charts.waiting_chart(run, prefix),
-        charts.collectives_chart(run, prefix),
+        collectives,
         charts.timeline_chart(run, events, prefix),
         charts.units_chart(run, prefix),
     )
@@ -106,7 +111,7 @@ def _section(run: Run, place: int, *, is_one: bool) -> dict[str, Any]:
         "color": place % charts.NUM_COLORS,
         "findings": [(f.is_critical, *map(safe, (f.text, f.next, f.evidence))) for f in findings_of(summary)],
         "facts": [(name, safe(text)) for name, text in facts_of(run)],
-        "notes": list(notes_of(summary)),
+        "notes": notes,
         "charts": [chart for chart in found if chart is not None],
         "phases": _phases(summary),
         "events": _listed(events, summary),

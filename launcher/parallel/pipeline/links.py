@@ -14,7 +14,7 @@ ranks start all transfers in one total order, of which each group has a part: no
 [Note: receives beside the computing] A transfer of NCCL waits for all that is queued on the stream on which it is
 started. What is sent is computed on that stream; what is received is not. So a receive is started on a side stream
 (`Side.RECEIVE`), and arrives while the micro-batch before is computed. Its memory belongs to that stream, and autograd
-frees it at a time that nobody here knows: the allocator waits for who uses it.
+frees it at an unknown time: `record_stream` keeps it until the computing has used it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Receiving:
         """Return the tensors when they are there; on a GPU the current stream waits, and the host does not."""
         self.pending.wait()
         for each in self.tensors:
-            self.streams.use_here(each)
+            self.streams.record_stream(each)
         return self.tensors
 
 

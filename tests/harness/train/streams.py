@@ -393,7 +393,7 @@ class ModelStreams:
     def keep(self, tensor: Tensor, side: Side) -> None:
         self._model.keep(tensor, side.name)
 
-    def use_here(self, tensor: Tensor) -> None:
+    def record_stream(self, tensor: Tensor) -> None:
         self._model.use(tensor, self._model.lane)
 
     def synchronize(self, *sides: Side) -> None:
