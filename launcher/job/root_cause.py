@@ -41,6 +41,8 @@ _LOST_PEER = re.compile(
 )
 # What NCCL's watchdog writes before it aborts the process.
 _WATCHDOG = re.compile(r"Watchdog caught collective operation timeout|what\(\):.*ProcessGroupNCCL")
+# How an error that all ranks raise together names those on which it began: "rank 1: No space left on device".
+_OF_RANK = re.compile(r"\brank (\d+): ")
 # How an error begins that says that memory has ended: of a GPU, by torch or a library of the vendor; of the host, by
 # torch's allocator, Python, numpy, the C++ library or the kernel (ENOMEM).
 _DEVICE_MEMORY = re.compile(
@@ -86,6 +88,7 @@ class Candidate:
     is_lost_peer: bool  # it says of itself that another rank was gone before
     died: Moment
     failure: Failure
+    of_ranks: frozenset[int] = frozenset()  # other ones that it names as those on which it began
     late_status: int | None = None  # how the rank ended, where that seemed to be our own doing
 
 
@@ -111,7 +114,8 @@ class RootCause:
         counting = [candidate for candidate in every if candidate is not None and self._counts(candidate)]
         if not counting:
             return None
-        first = min(counting, key=lambda candidate: (candidate.is_lost_peer, candidate.died.ours_s))
+        failed = {candidate.failure.rank for candidate in counting}
+        first = min(counting, key=lambda each: (each.is_lost_peer or bool(each.of_ranks & failed), each.died.ours_s))
         limit_s = first.died.ours_s + _SLACK_S
         early = sorted(rank.number for rank, done in self._done.items() if done.ours_s <= limit_s)
         if not (first.is_lost_peer and early):
@@ -142,7 +146,7 @@ class RootCause:
             self._done[rank] = died
             return None
         failure = rank_failure(node, rank, message, max(0.0, died.ours_s - self._start_s))
-        candidate = Candidate(_is_about_lost_peer(message, failure), died, failure)
+        candidate = Candidate(_is_about_lost_peer(message, failure), died, failure, _other_ranks(message))
         if self._may_be_cause(message.status, died.ours_s):
             self._candidates[rank] = candidate
             return failure
@@ -226,6 +230,12 @@ def _is_about_lost_peer(message: Exited, failure: Failure) -> bool:
     if _LOST_PEER.search(f"{record.get('type')}: {record.get('message')}\n{failure.traceback}"):
         return True
     return message.status == -signal.SIGABRT and any(map(_WATCHDOG.search, failure.last_lines))
+
+
+def _other_ranks(message: Exited) -> frozenset[int]:
+    """Return the ranks that an error names as those on which it began, where this one is not among them."""
+    named = frozenset(map(int, _OF_RANK.findall(str(message.error.get("message", "")))))
+    return named if message.rank not in named else frozenset()
 
 
 def memory_of(message: Exited, last_lines: Sequence[str] = ()) -> str | None:

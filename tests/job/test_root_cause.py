@@ -92,6 +92,25 @@ def test_the_earliest_death_is_the_cause(tmp_path: Path) -> None:
     assert rank_of(book) == 0
 
 
+SAVE = "ckpt: rank 1: shard-1.bin: No space left on device"
+
+
+def test_an_error_that_all_ranks_raise_is_that_of_the_rank_on_which_it_began(tmp_path: Path) -> None:
+    now_s = time.monotonic()
+    first, second = (node(), exited(0, 1, now_s - 0.1, SAVE)), (node("node-b"), exited(1, 1, now_s, SAVE))
+    assert rank_of(book_of(tmp_path, now_s, first, second)) == 1
+    assert rank_of(book_of(tmp_path, now_s, second, first)) == 1
+
+
+@pytest.mark.parametrize("message", [SAVE, SAVE.replace("rank 1", "rank 0") + f"; {SAVE}"])
+def test_an_error_that_names_a_rank_counts_where_that_one_has_not_failed_before(tmp_path: Path, message: str) -> None:
+    now_s = time.monotonic()
+    own, victim = (node(), exited(0, 1, now_s - 0.1, message)), (node(), exited(2, 1, now_s, "later"))
+    assert rank_of(book_of(tmp_path, now_s, own, victim)) == 0
+    both = book_of(tmp_path, now_s, own, (node(), exited(1, 1, now_s, message)))
+    assert rank_of(both) == (0 if message != SAVE else 1)
+
+
 GLOO = "[/__w/pytorch/pytorch/third_party/gloo/gloo/transport/tcp"
 GLHF = "This is typically caused by a remote worker crashing. Check the logs of the remote worker. GLHF!"
 # Type and message as torch 2.13 raises them when the other rank is killed, raises, or is late.
