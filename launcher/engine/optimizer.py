@@ -318,7 +318,10 @@ class ZeroOptimizer(torch.optim.Optimizer):
         """The summed gradients that the next step will see, 1-D, by group: of each parameter this rank's part.
 
         Empty where a sum is missing yet: after `step()`, and before the last backward of an accumulation at stages 0
-        and 1. They are too large by the loss scale.
+        and 1. They are too large by the loss scale. What is written into them before the step counts, also for the norm
+        and for clipping, but for those on disk, which are copies. At stage 0 every rank must write the same.
+
+        Raises: EngineError in another thread than the one that trains.
         """
         found: dict[int, list[Tensor]] = {}
         for shard, gradient in self._gradients():
@@ -345,16 +348,16 @@ class ZeroOptimizer(torch.optim.Optimizer):
         torch._foreach_mul_(list(grad_groups_flat), factor / scale)
 
     def _gradients(self) -> Iterator[tuple[ParamShard, Tensor]]:
-        self._wait_for_update()  # a script may write what it gets
         trained = [(unit, unit.grads) for unit in self._units if unit.grads is not None]
+        for unit, _ in trained:
+            unit.params.check_thread()
+        self._wait_for_update()  # a script may write what it gets
         for _, gradients in trained:
             gradients.finish()
         if any(gradients.state is not UnitState.REDUCED or gradients.is_incomplete for _, gradients in trained):
             return
         for unit, gradients in trained:
-            gradients.keep_sum()
             with_padding = unit.is_sharded and unit.layout.is_one_even_param  # as `ds_tensor` has
-            is_in_memory = gradients.swap is None
-            owned_grad = gradients.widened_grad() if is_in_memory else gradients.owned_grad  # scripts may write it
+            owned_grad = gradients.hand_out()
             for shard in unit.shards:
                 yield shard, owned_grad if with_padding else owned_grad[shard.place]

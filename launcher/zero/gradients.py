@@ -192,6 +192,7 @@ class UnitGradients:
         self.is_shown = self.is_shown and all(param.dtype == sum_dtype for param in params)
         self._is_measured_early = not (group.runtime.is_async_device or self.is_shown) or offloads_sums
         self._is_written_early = False  # to `param.grad`, before a further backward
+        self._is_handed_out = False  # the sum, to a script: it may have written there since
         has_copies = any(map(is_copy, params))  # other ranks may measure them
         self._lends_sum = not (placement.is_offloaded or self._is_measured_early or self.is_shown or has_copies)
 
@@ -218,9 +219,13 @@ class UnitGradients:
         if self._lends_sum and self._memory is not None:
             self._memory.give_back()
 
-    def keep_sum(self) -> None:
-        """Keep the memory of the sum from now on: a script has views of it, and may read them after the step."""
-        self._lends_sum = False
+    def hand_out(self) -> Tensor:
+        """Return the sum, 1-D [owned], for a script that may write it before the step, and read it after the step.
+
+        On disk it is for reading alone. The sum keeps its memory from now on.
+        """
+        self._lends_sum, self._is_handed_out = False, True
+        return self.widened_grad() if self.swap is None else self.owned_grad
 
     @property
     def has_sum(self) -> bool:
@@ -259,6 +264,7 @@ class UnitGradients:
         self._sum.begin_backward()
         self._local.begin_backward(is_outgoing=is_reduced and self._sends_what_autograd_makes, factor=factor)
         self._is_written_early = bool(self._local.written)
+        self._is_handed_out = False  # what was written is added to: it is measured and copied with the new sum
         self._square = None
         self._is_sent = False
 
@@ -552,6 +558,12 @@ class UnitGradients:
         self.finish_reduction()
         self._streams.join(Side.REDUCE)
         self._group.copier.synchronize()
+
+    def take_handed_out(self) -> None:
+        """Take over what a script may have written since the backward into the sum that `hand_out` gave it."""
+        if self._is_handed_out:
+            self._is_handed_out = False
+            self.invalidate_norm()
 
     def invalidate_norm(self) -> None:
         """Take over that `owned_grad` was written from elsewhere."""

@@ -413,6 +413,8 @@ def step_units(
     for unit in trained:
         unit.sync_external_writes()
         unit.forget_lost()
+    for each in gradients:
+        each.take_handed_out()
     # The same on all ranks that have one model together: a stage of a pipeline may have frozen parameters only.
     has_gradients = bool(gradients) or mesh.model is not None
     if optimizer.steps_behind_host and has_gradients:

@@ -62,6 +62,48 @@ def test_what_an_optimizer_shows(stage: int, world_size: int) -> None:
     run_on_ranks(world_size, _look, stage)
 
 
+def _write(rank: int, world_size: int, zero: dict[str, Any], num_passes: int) -> tuple[dict[str, Tensor], list[float]]:
+    """Train with gradients that a script has divided by 3 before each step, and that are clipped after."""
+    more = {"gradient_clipping": 0.05, "gradient_accumulation_steps": num_passes}
+    engine = engine_of(build("Plain"), 0, num_passes * world_size, zero_optimization=zero, **more)
+    norms = []
+    for batch in batches(STEPS):
+        own = _own(rank, world_size, batch)
+        for number in range(num_passes):
+            engine.backward(engine(*(tensor.chunk(num_passes)[number] for tensor in own)))
+            if number + 1 < num_passes:
+                for gradients in engine.optimizer.averaged_gradients.values():
+                    assert zero["stage"] > 1 or not gradients
+                engine.step()
+        for gradient in engine.optimizer.averaged_gradients[0]:
+            gradient.div_(3)
+        engine.step()
+        norms.append(engine.get_global_grad_norm())
+    return engine.state_dict(), norms
+
+
+@pytest.mark.parametrize("num_passes", [1, 2])
+@pytest.mark.parametrize("device", ["none", "cpu"])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+def test_what_is_written_into_the_summed_gradients_counts(stage: int, device: str, num_passes: int) -> None:
+    if stage == 0 and device == "cpu":
+        pytest.skip("nothing is offloaded at stage 0")
+    model = build("Plain")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=WEIGHT_DECAY)
+    expected = []
+    for batch in batches(STEPS):
+        model(*batch).backward()
+        for param in model.parameters():
+            param.grad.div_(3)  # type: ignore[union-attr]
+        expected.append(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    zero = {"stage": stage, "stage3_param_persistence_threshold": 0, "offload_optimizer": {"device": device}}
+    for weights, norms in run_on_ranks(2, _write, zero, num_passes):
+        assert norms == pytest.approx(expected, rel=1e-4)
+        assert weight_distance(weights, dict(model.state_dict())) <= 2e-6
+
+
 def test_the_base_optimizer_is_the_clients_or_of_the_configs_class() -> None:
     model = build("Plain")
     client = torch.optim.SGD(model.parameters(), lr=0.1)
