@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.autograd.graph import Node
+from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_flatten_with_path, tree_leaves, tree_map, tree_map_only
 
@@ -56,6 +56,21 @@ def is_executed(node: Node) -> bool:
     Raises: RuntimeError for the leaf of a `torch.autograd.grad` that was asked for its gradient.
     """
     return bool(torch._C._will_engine_execute_node(node))
+
+
+def drop_outdated_accumulator(leaf: Tensor) -> None:
+    """Have the next graph find a new node for the gradient of `leaf` where the present one has another shape.
+
+    A graph that was recorded when the leaf had other memory keeps the node of then. Torch drops it where `data` changes
+    its type, and takes no notice of a change of shape.
+    """
+    if not leaf.requires_grad:
+        return
+    node: Any = get_gradient_edge(leaf).node
+    if tuple(node._input_metadata[0].shape) != tuple(leaf.shape):
+        data, other = leaf.data, torch.float64 if leaf.dtype is torch.float32 else torch.float32
+        leaf.data = data.new_empty(0, dtype=other)
+        leaf.data = data
 
 
 def is_in_transform() -> bool:

@@ -34,7 +34,7 @@ from launcher.comm.groups import RankGroup
 from launcher.comm.mesh import ParallelMesh
 from launcher.comm.pending import Pending
 from launcher.comm.streams import PASSED, Side, StreamEvent
-from launcher.comm.torch_internals import as_plain_tensors
+from launcher.comm.torch_internals import as_plain_tensors, drop_outdated_accumulator
 from launcher.config.policies import Place, Precision
 from launcher.sharding.layout import ParamInfo, ParamSlot, UnitLayout, unsharded_shape
 from launcher.zero.disk import Swapped
@@ -249,6 +249,7 @@ class UnitParameters:
         self._seen: Tensor | None = None  # fp64 [], a digest of their values then, where an update may be under way
         self.refuses_writes = False  # into shards: an engine has the unit, and no initialization is to come
         self.is_touched = False  # so has been since ranks last compared their values
+        self.was_read_sharded = False  # a script has got parameters without elements: graphs of those may be alive
         # Who has a sharded unit unsharded, alike on every rank:
         self.is_scheduled = False  # the schedule of its engine
         self.num_blocks = 0  # so many blocks of `GatheredParameters`
@@ -467,6 +468,8 @@ class UnitParameters:
                 if self.refuses_writes:
                     param.__class__ = _plain_class(param)
                 param.data = view
+                if self.was_read_sharded:
+                    drop_outdated_accumulator(param)
             self._mark(ZeroParamStatus.AVAILABLE)
 
     def start_block(self) -> None:

@@ -365,7 +365,8 @@ class ParameterSchedule:
                 self._use([unit])  # a block of `GatheredParameters` within the forward has released it
         elif self._in_backward and not self._running:
             self._read_from_outside(unit)
-        # Else no pass runs: the user looks at the parameter, perhaps on one rank only.
+        else:  # no pass runs: the user looks at the parameter, perhaps on one rank only
+            unit.params.was_read_sharded = True
 
     def on_listing(self, unit: FlatUnit) -> None:
         """See to it that a parameter is there that is being listed with others: a whole one.
@@ -376,6 +377,8 @@ class ParameterSchedule:
             self.on_access(unit)
         elif self._running or self._in_backward:
             self._check_thread()
+        else:
+            unit.params.was_read_sharded = True
 
     @property
     def is_in_thread(self) -> bool:

@@ -57,6 +57,27 @@ def test_nodes_that_the_backward_executes_are_told_apart() -> None:
     assert _in_a_backward(ask) == [[True, False]]
 
 
+def test_a_leaf_whose_shape_has_changed_gets_a_node_of_its_new_shape() -> None:
+    leaf = nn.Parameter(torch.empty(0))
+    hooked: list[torch.Size] = []
+    leaf.register_post_accumulate_grad_hook(lambda param: hooked.append(param.shape))
+    held = leaf.sum()  # a graph that keeps the node of no elements
+    leaf.data = torch.ones(3)
+    with pytest.raises(RuntimeError, match="invalid gradient"):
+        leaf.sum().backward()
+    torch_internals.drop_outdated_accumulator(leaf)
+    (leaf.sum() + leaf.sum()).backward()
+    assert leaf.grad is not None
+    assert leaf.grad.tolist() == [2.0, 2.0, 2.0]
+    assert hooked == [leaf.shape]
+    graph = leaf.sum()
+    node = get_gradient_edge(leaf).node
+    torch_internals.drop_outdated_accumulator(leaf)  # this one fits
+    assert get_gradient_edge(leaf).node is node
+    assert held.requires_grad
+    assert graph.requires_grad
+
+
 def test_a_leaf_that_is_asked_for_its_gradient_is_refused() -> None:
     leaf = torch.ones(1, requires_grad=True)
     product = leaf * 2

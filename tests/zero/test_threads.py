@@ -28,6 +28,7 @@ READERS: dict[str, Callable[[Any], object]] = {
     "full access": lambda engine: safe_get_full_fp32_param(engine.module[0].weight),
     "local access": lambda engine: safe_get_local_fp32_param(engine.module[0].weight),
     "gathered": lambda engine: _gather(engine),
+    "averaged": lambda engine: engine.optimizer.averaged_gradients,
 }
 
 
@@ -78,7 +79,28 @@ def _engine(stage: int, precision: str) -> Any:
     return launcher.initialize(model=model, config=config)[0]
 
 
-def _train(rank: int, world_size: int, stage: int, precision: str, reader: str | None) -> tuple[Tensor, int, str]:
+def _train_beside_a_graph(rank: int, world_size: int, read: str) -> Tensor:
+    """Return the weights where a sum of sharded parameters, read between steps, is kept with its graph."""
+
+    def keep(engine: Any) -> None:
+        layers = engine.module
+        params = [layer.weight for layer in layers] if read == "attribute" else list(layers.parameters())
+        held.extend(param.sum() for param in params)
+
+    held: list[Tensor] = []
+    weights = _train(rank, world_size, 3, "fp32", None, before_forward=keep)[0]
+    assert all(each.requires_grad for each in held)
+    return weights
+
+
+def _train(
+    rank: int,
+    world_size: int,
+    stage: int,
+    precision: str,
+    reader: str | None,
+    before_forward: Callable[[Any], None] = lambda _engine: None,
+) -> tuple[Tensor, int, str]:
     """Return the weights, how often another thread has read, and the error that it got."""
     engine = _engine(stage, precision)
     thread = _Reader(engine, reader) if reader is not None else None
@@ -87,6 +109,7 @@ def _train(rank: int, world_size: int, stage: int, precision: str, reader: str |
     dtype = engine.get_data_types()[0]
     for step in range(NUM_STEPS):
         x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(100 * rank + step)).to(dtype)
+        before_forward(engine)
         engine.backward(engine(x).float().square().mean())
         engine.step()
     while thread is not None and thread.error is None and thread.num_reads < 10:
@@ -168,12 +191,20 @@ def test_a_reader_ends_no_gather_whose_versions_are_not_noted() -> None:
 
 @pytest.mark.parametrize(
     ("stage", "reader"),
-    [*((3, reader) for reader in READERS), (1, "full access"), (2, "local access")],
+    [*((3, reader) for reader in READERS), (1, "full access"), (2, "local access"), (2, "averaged")],
 )
 def test_what_another_thread_cannot_read_is_an_error_there(stage: int, reader: str) -> None:
     expected = run_once_on_ranks(2, _train, stage, "fp32", None)[0][0]
     for weights, _, error in run_on_ranks(2, _train, stage, "fp32", reader):
         assert "the thread monitor reads or writes what the engine keeps, and the thread MainThread trains" in error
+        assert torch.equal(weights, expected)
+
+
+@pytest.mark.parametrize("read", ["attribute", "listed"])
+def test_a_graph_of_a_sharded_parameter_may_be_held(read: str) -> None:
+    """Its node for the gradient has no elements, and the next forward took it: backward raised."""
+    expected = run_once_on_ranks(2, _train, 3, "fp32", None)[0][0]
+    for weights in run_on_ranks(2, _train_beside_a_graph, read):
         assert torch.equal(weights, expected)
 
 
