@@ -520,9 +520,8 @@ class UnitParameters:
         return self.flat is self._in_autocast_type.flat
 
     def _mark(self, status: ZeroParamStatus) -> None:
-        if self.is_sharded:
-            for param in self._params:
-                param.ds_status = status  # type: ignore[attr-defined]
+        for param in self._params:
+            param.ds_status = status  # type: ignore[attr-defined]
 
     # ---- updates ----
 
