@@ -44,7 +44,6 @@ class LoadedConfig:
 
     config: Config
     notices: tuple[Diagnostic, ...]  # keys without effect, and values that were read as others
-    source_name: str
     raw: dict[str, Any]  # the data as it was given
 
 
@@ -88,7 +87,7 @@ def load_config(
         kind = ConfigAssertionError if any(finding.is_asserted for finding in checked.errors) else ConfigError
         raise kind.from_diagnostics(sorted(errors, key=_in_file_order))
     notices = tuple(_locate(finding, located, name) for finding in checked.notices)
-    return LoadedConfig(checked.config, notices, name, raw)
+    return LoadedConfig(checked.config, notices, raw)
 
 
 def patched(config: Mapping[str, Any], patch: Mapping[str, Any]) -> dict[str, Any]:

@@ -7,20 +7,16 @@ from 10 % a warning, from 20 % critical. No rule names a rank by how long it wai
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections import deque
-from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from launcher.journal.checks import DEADBAND, LOOKS, RULES, WINDOW_CHECKS, Finding, Rule, State
 from launcher.journal.evidence import RankEvidence, Record, Window, median
-from launcher.journal.read import TryJournal
 
 _GONE_AFTER = 3  # windows in which it is not so
 _FORMING = 3  # windows in which it is so: what it may explain waits
-_LOOK_INTERVAL_S = 1.0  # of a journal that is complete
 _SEVERITIES = ("warning", "critical")
 
 
@@ -186,35 +182,6 @@ class Verdicts:
 
 def _order(verdict: Verdict) -> tuple[int, float]:
     return -_SEVERITIES.index(verdict.severity), -(verdict.share if verdict.share is not None else math.inf)
-
-
-def replayed(journal: TryJournal) -> Verdicts:
-    """Return the verdicts on a journal that is complete, as its launcher would have come to them.
-
-    Reads all of it: files of ranks are merged by time.
-    """
-    verdicts, look_s = Verdicts(), 0.0
-    for rank, record in in_order(journal):
-        verdicts.feed(rank, record)
-        time_s = record.get("time_s")
-        if isinstance(time_s, (int, float)) and time_s >= look_s + _LOOK_INTERVAL_S:
-            look_s = time_s
-            verdicts.current(time_s)
-    return verdicts
-
-
-def in_order(journal: TryJournal) -> Iterator[tuple[int | None, Record]]:
-    """Yield the records of all files of a start with their ranks, by time."""
-
-    def of(rank: int | None, records: Iterable[Record]) -> Iterator[tuple[float, int, int | None, Record]]:
-        for record in records:
-            time_s = record.get("time_s")
-            yield time_s if isinstance(time_s, (int, float)) else 0.0, -1 if rank is None else rank, rank, record
-
-    journal.find_ranks()
-    files = [of(None, journal.launcher.poll()), *(of(rank, file.poll()) for rank, file in journal.ranks.items())]
-    for _, _, rank, record in heapq.merge(*files, key=lambda each: each[:2]):
-        yield rank, record
 
 
 # ---- What each kind of record adds ----

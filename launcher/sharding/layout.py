@@ -229,19 +229,6 @@ class ShardRange:
     numel: int
 
 
-@dataclass(frozen=True)
-class ParamRange:
-    """Consecutive elements of one parameter."""
-
-    name: str
-    start: int  # first element, row-major; of a parameter in parts (`TensorSplit`) part after part, each row-major
-    numel: int
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.numel
-
-
 class ShardMap:
     """(name, range of elements) <-> (unit, rank, offset), for units laid out in this way.
 
@@ -299,21 +286,3 @@ class ShardMap:
                 found.append(ShardRange(unit, layout.rank_of(chunk), offset, numel))
                 first += numel
         return found
-
-    def params_of(self, unit: int, rank: int) -> list[tuple[ParamRange, int]]:
-        """Return what a rank's shard of a unit holds, each with its offset in the shard; padding is left out.
-
-        Raises: IndexError for a rank outside of the unit's world.
-        """
-        layout = self.layouts[unit]
-        chunk = layout.chunk_of(rank) if layout.world_size > 1 else 0
-        if not 0 <= chunk < layout.world_size or (layout.world_size > 1 and layout.rank_of(chunk) != rank):
-            raise IndexError(f"unit {unit} is sharded over {layout.world_size} ranks, there is no rank {rank}")
-        owned = layout.chunk_range(chunk)
-        return [
-            (
-                ParamRange(slot.name, slot.first_element + shared.start - slot.offset, len(shared)),
-                shared.start - owned.start,
-            )
-            for slot, shared in layout.slots_in(owned)
-        ]
