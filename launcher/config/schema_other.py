@@ -108,7 +108,9 @@ SPARSE_ATTENTION = Unused(
     num_sliding_window_blocks=3,
 )  # fmt: skip
 ZENFLOW = Unused(
-    "zenflow", unsupported("remove the section"), topk_ratio=0.1, select_strategy=("auto", "step", "epoch"),
+    "zenflow",
+    unsupported("use offload_optimizer.super_offload, which changes no result; remove the section"),
+    topk_ratio=0.1, select_strategy=("auto", "step", "epoch"),
     select_interval=(PositiveInt, AUTO), update_interval=(PositiveInt, AUTO), overlap_step=False, offload=False,
     auto_ratio=0.99, full_warm_up_rounds=0, pt_reserved_cores_perc=0.5,
 )  # fmt: skip
