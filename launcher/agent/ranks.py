@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 _MAX_CRASH_BYTES = 1 << 20  # of stacks that are sent at once
 # Journals are read with the heartbeats: each read wakes the launcher, too, which ranks on all processors would pay for.
-# One with so much in its pipe, which holds twice that, is read as it comes until it has less.
+# One with so much in its pipe, or half of what a smaller pipe holds, or more than there was room for, is read as it
+# comes until it has less.
 _FULL_JOURNAL_BYTES = 32 << 10
 _DRAIN_S = 0.5  # how long a child that outlives a rank which exited with 0 may keep writing
 
@@ -106,7 +107,7 @@ class Ranks:
 
     def _watch_streams(self, rank: RankProcess) -> None:
         for descriptor, stream in rank.streams.items():
-            is_awaited = stream != JOURNAL or rank.status is not None  # then its end, too
+            is_awaited = stream != JOURNAL or rank.reads_journal or rank.status is not None  # then its end, too
             set_watched(self._selector, descriptor, self._is_read and is_awaited, rank)
 
     def read(self, descriptor: int, rank: RankProcess) -> int:
@@ -115,20 +116,28 @@ class Ranks:
         if room_bytes == 0:  # another pipe has taken it in this turn
             return 0
         try:
-            data = os.read(descriptor, room_bytes)
+            data: bytes | None = os.read(descriptor, room_bytes)
         except BlockingIOError:
+            data = None
+        if data == b"":
+            self._close_stream(rank, descriptor)
             return 0
         if data:
             self._outbox.send_output(rank.number, rank.streams[descriptor], data)
-        else:
-            self._close_stream(rank, descriptor)
-        return len(data)
+        num_bytes = len(data or b"")
+        if rank.streams[descriptor] == JOURNAL and rank.status is None:
+            full_bytes = min(_FULL_JOURNAL_BYTES, fcntl.fcntl(descriptor, fcntl.F_GETPIPE_SZ) // 2, room_bytes)
+            rank.reads_journal = num_bytes >= full_bytes
+            set_watched(self._selector, descriptor, self._is_read and rank.reads_journal, rank)
+        return num_bytes
 
     def _read_journal(self, rank: RankProcess) -> None:
         for descriptor in [each for each, stream in rank.streams.items() if stream == JOURNAL]:
-            is_full = self.read(descriptor, rank) >= _FULL_JOURNAL_BYTES
-            if descriptor in rank.streams:
-                set_watched(self._selector, descriptor, self._is_read and is_full, rank)
+            rank.reads_journal = True
+            if self._outbox.room_bytes():
+                self.read(descriptor, rank)
+            else:  # as soon as there is room
+                set_watched(self._selector, descriptor, self._is_read, rank)
 
     def _drain(self, rank: RankProcess, descriptor: int) -> None:
         """Read what is there now; a child of the rank may hold the pipe open for ever, and write as fast as we read."""

@@ -70,6 +70,7 @@ class RankProcess:
         self.trace_file = files[env.TRACE_FILE.name]
         self.crash_file, self.num_crash_bytes = files[env.CRASH_FILE.name], 0  # that were read from it
         self.progress: RankProgress = NO_PROGRESS  # as last sent
+        self.reads_journal = False  # before the next heartbeat, too: there may be more in its pipe
         self.status: int | None = None  # exit code or minus the signal, None while it runs
         self.record: dict[str, Any] | None = None  # the error record its worker left, while it still runs perhaps
         self.ended_s = 0.0  # monotonic clock, set together with `status`

@@ -361,14 +361,43 @@ def test_journals_are_read_with_the_heartbeats(agent: Agent, tmp_path: Path) -> 
     assert len(reads) <= time.monotonic() - begin_s + 3
 
 
-def test_a_journal_that_is_flooded_is_read_as_it_comes(agent: Agent, tmp_path: Path) -> None:
-    """A pipe holds 64 KiB, so that heartbeats alone would take 128 of them."""
-    write = "os.write(int(os.environ['LAUNCH_JOURNAL_FD'].partition(':')[2]), b'x' * 1024)"
-    agent.send(spawn(scripts.write(tmp_path, f"import os\nfor _ in range(8192): {write}"), progress_interval_s=1.0))
+FLOOD = """
+import fcntl, os
+fd = int(os.environ["LAUNCH_JOURNAL_FD"].partition(":")[2])
+fcntl.fcntl(fd, fcntl.F_SETPIPE_SZ, {pipe_bytes})
+for _ in range({num_bytes} // 1024):
+    os.write(fd, b"x" * 1024)
+"""
+
+
+@pytest.mark.parametrize(("pipe_bytes", "num_bytes"), [(65_536, 8 << 20), (4_096, 512 << 10)])
+def test_a_journal_that_is_flooded_is_read_as_it_comes(
+    agent: Agent, tmp_path: Path, pipe_bytes: int, num_bytes: int
+) -> None:
+    """Heartbeats alone would take 128 of them: one for each time that the pipe is full."""
+    script = scripts.write(tmp_path, FLOOD.format(pipe_bytes=pipe_bytes, num_bytes=num_bytes))
+    agent.send(spawn(script, progress_interval_s=1.0))
     begin_s = time.monotonic()
     reads = [m for m in agent.receive_all() if isinstance(m, Output) and m.stream == "journal"]
-    assert sum(len(m.data) for m in reads) == 8 << 20
+    assert sum(len(m.data) for m in reads) == num_bytes
     assert len(reads) > 2 * (time.monotonic() - begin_s)
+
+
+def test_all_journals_are_read_where_there_is_room_for_a_part_of_one_at_a_time(agent: Agent, tmp_path: Path) -> None:
+    """As under srun on many nodes: at each heartbeat the first ranks took the room, and the last waited for 32 more."""
+    wait = "while not os.path.exists('end'): time.sleep(0.01)"
+    script = scripts.write(tmp_path, f"import time\n{FLOOD.format(pipe_bytes=65_536, num_bytes=32 << 10)}\n{wait}")
+    agent.send(spawn(script, ranks=4, window_bytes=4096, progress_interval_s=2.0))
+    begin_s = time.monotonic()
+    received: dict[int, int] = defaultdict(int)
+    while any(received[rank] < 32 << 10 for rank in range(4)):
+        message = agent.receive()
+        if isinstance(message, Output) and message.stream == "journal":
+            received[message.rank] += len(message.data)
+            agent.send(Handled(message.cost_bytes))
+    assert time.monotonic() - begin_s < 20 * slowness()
+    (tmp_path / "end").touch()
+    assert [m.status for m in agent.receive_all() if isinstance(m, Exited)] == [0] * 4
 
 
 def test_a_folder_that_is_missing_is_named(agent: Agent, tmp_path: Path) -> None:
