@@ -324,17 +324,18 @@ class ZeroOptimizer(torch.optim.Optimizer):
         Raises: EngineError in another thread than the one that trains.
         """
         found: dict[int, list[Tensor]] = {}
-        for shard, gradient in self._gradients():
+        for shard, gradient in self._gradients(hands_out=True):
             found.setdefault(shard.group, []).append(gradient)
         return found
 
     def get_fp32_grad_partitions(self) -> dict[int, dict[int, Tensor]]:
         """Return `averaged_gradients` in fp32, by the number of the parameter in its group, without the loss scale."""
         scale = 1.0 if self.loss_scaler is None else self.loss_scaler.scale
-        return {
-            group: {number: gradient.float() / scale for number, gradient in enumerate(gradients)}
-            for group, gradients in self.averaged_gradients.items()
-        }
+        found: dict[int, dict[int, Tensor]] = {}
+        for shard, gradient in self._gradients(hands_out=False):
+            of_group = found.setdefault(shard.group, {})
+            of_group[len(of_group)] = gradient.float() / scale
+        return found
 
     def unscale_and_clip_grads(self, grad_groups_flat: Sequence[Tensor], total_norm: float | Tensor) -> None:
         """Divide gradients in place by the loss scale, and clip them to the config's `gradient_clipping`.
@@ -347,7 +348,8 @@ class ZeroOptimizer(torch.optim.Optimizer):
         factor = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
         torch._foreach_mul_(list(grad_groups_flat), factor / scale)
 
-    def _gradients(self) -> Iterator[tuple[ParamShard, Tensor]]:
+    def _gradients(self, *, hands_out: bool) -> Iterator[tuple[ParamShard, Tensor]]:
+        """Yield the parts of the sums. hands_out: to be kept and written, else they are for reading at once."""
         trained = [(unit, unit.grads) for unit in self._units if unit.grads is not None]
         for unit, _ in trained:
             unit.params.check_thread()
@@ -358,6 +360,6 @@ class ZeroOptimizer(torch.optim.Optimizer):
             return
         for unit, gradients in trained:
             with_padding = unit.is_sharded and unit.layout.is_one_even_param  # as `ds_tensor` has
-            owned_grad = gradients.hand_out()
+            owned_grad = gradients.hand_out() if hands_out else gradients.owned_grad
             for shard in unit.shards:
                 yield shard, owned_grad if with_padding else owned_grad[shard.place]

@@ -562,7 +562,6 @@ class UnitGradients:
     def take_handed_out(self) -> None:
         """Take over what a script may have written since the backward into the sum that `hand_out` gave it."""
         if self._is_handed_out:
-            self._is_handed_out = False
             self.invalidate_norm()
 
     def invalidate_norm(self) -> None:
@@ -581,6 +580,7 @@ class UnitGradients:
         self._sum.end_step()
         self._is_summed_over_copies = self._replicate is None
         self._square = None
+        self._is_handed_out = False
         self.drop_late()
         self._is_sent = False
         self.state = check_transition(self.state, UnitState.IDLE)

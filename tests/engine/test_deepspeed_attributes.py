@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -75,8 +76,14 @@ def _write(rank: int, world_size: int, zero: dict[str, Any], num_passes: int) ->
                 for gradients in engine.optimizer.averaged_gradients.values():
                     assert zero["stage"] > 1 or not gradients
                 engine.step()
-        for gradient in engine.optimizer.averaged_gradients[0]:
-            gradient.div_(3)
+        held = engine.optimizer.averaged_gradients[0]
+        with mock.patch.object(engine._layer_ranks, "check_gradients", side_effect=RuntimeError("no step")):
+            for gradient in held:
+                gradient.div_(6)
+            with pytest.raises(RuntimeError, match="no step"):
+                engine.step()
+        for gradient in held:  # after a step that took what was written before
+            gradient.mul_(2)
         engine.step()
         norms.append(engine.get_global_grad_norm())
     return engine.state_dict(), norms
