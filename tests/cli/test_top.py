@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import html
 import json
+import os
 import re
 import sys
 import threading
@@ -230,6 +232,22 @@ def test_kill_asks_first(tmp_path: Path) -> None:
         await seen.shows("it has ended")
 
     watch(use, find_job(job.job_id), kill=kill)
+
+
+def test_a_trace_that_cannot_be_written_is_said(tmp_path: Path) -> None:
+    job = a_job(tmp_path)
+
+    def trace(_: JobEntry, _is_cancelled: Callable[[], bool]) -> str:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "trace_1.json.gz")
+
+    async def use(seen: Screens) -> None:
+        await seen.press("p")
+        await seen.is_on(TextScreen)
+        await seen.shows("No space left on device")
+        await seen.press("escape")
+        await seen.is_on(JobScreen)
+
+    watch(use, find_job(job.job_id), trace=trace)
 
 
 def test_a_trace_is_given_up_when_its_screen_is_left(tmp_path: Path) -> None:

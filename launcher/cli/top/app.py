@@ -460,7 +460,7 @@ class JobScreen(Screen[None]):
         def act() -> None:
             try:
                 text = action(self._entry)
-            except LauncherError as error:
+            except (LauncherError, OSError) as error:  # a disk that is full, a folder of another user
                 text = str(error)
             self.app.call_from_thread(show, printable(text))
 
