@@ -72,6 +72,7 @@ class LastStep:
         is_last = mesh.pipeline is None or mesh.pipeline.rank == mesh.pipeline.world_size - 1
         self._says_why = is_last and mesh.data.rank == 0 and (mesh.tensor is None or mesh.tensor.rank == 0)
         self._step: _Step | None = None
+        self._named: str | None = None  # the parameter whose gradient was not finite in the step before
         self._num_skipped = 0
         if optimizer is not None:
             optimizer.wait_for_outcome = self.wait_for_outcome
@@ -188,9 +189,10 @@ class LastStep:
         why, parameter = "", None
         if not is_finite:
             why, parameter = reason(self._units, self._group, step.losses, step.outcome)
-        journal = own_journal() if parameter is not None and step.outcome.loss_scale is None else None
+        named, self._named = self._named, parameter
+        journal = own_journal() if parameter not in (None, named) and step.outcome.loss_scale is None else None
         if journal is not None:
-            journal.add("nonfinite", step=step.number, what="gradient", module=parameter)
+            journal.add("nonfinite", step=step.number, what="gradient", module=parameter, last_finite=None)
         self._optimizer.note_step(overflow=is_skipped)
         if step.scale_error is not None:
             raise step.scale_error

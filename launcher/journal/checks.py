@@ -33,7 +33,7 @@ _SPIKES = 3  # records in a row
 _FINITE_AGAIN = 5
 _TOLD_S = 10.0
 _SETTLED_STEPS = 50  # a loss scale is found within them
-_PATIENCE_S = 3.0  # for other ranks to tell that their loss is not finite either: their records come once a second
+_PATIENCE_S = 3.0  # for other ranks to tell whether their loss is finite: their records come once a second
 _SILENT_S, _STILL_S = 20.0, 40.0  # one rank alone; all of them
 _SILENT_STEPS = 20
 _THROTTLED = 2  # samples in a row
@@ -76,6 +76,7 @@ class State:
     shares: dict[int, float] = field(default_factory=dict)  # by rank: how much slower than others, in the last window
     changes: deque[float] = field(default_factory=lambda: deque(maxlen=16))  # of these, from window to window
     paces: deque[float] = field(default_factory=lambda: deque(maxlen=16))
+    loss: float | None = None  # of the last window, the median of ranks
     ended: Record | None = None
     raised: dict[int, str] = field(default_factory=dict)
 
@@ -96,6 +97,8 @@ class State:
         if len(self.first) < _NUM_PACES:
             self.first.append(window)
         self.paces.append(window.iteration_s)
+        losses = [loss for loss in window.losses if loss is not None and math.isfinite(loss)]
+        self.loss = median(losses) if losses else None
         changes = [abs(after - before) for before, after in itertools.pairwise(self.paces)]
         self.noise = median(changes) / median(self.paces) if changes else 0.0
 
@@ -252,9 +255,11 @@ def check_losses(state: State, window: Window) -> Iterator[Finding]:
         return
     ordered = sorted(loss for _, loss in known)
     middle, usual = median(ordered), spread(ordered)
+    # Records of ranks come at other times: the mean of one covers up to a second more, or less, than those of others.
+    moved = 0.0 if state.loss is None else abs(state.loss - middle)
     for place, loss in known:
         others = _median_of_others(ordered, loss)
-        if abs(loss - middle) > max(8 * usual, abs(others) / 2):
+        if abs(loss - middle) > max(8 * usual, abs(others) / 2, moved):
             rank = window.ranks[place]
             facts = {
                 "where": state.evidence.where(rank),
@@ -269,7 +274,9 @@ def check_losses(state: State, window: Window) -> Iterator[Finding]:
 def look_losses(state: State, now_s: float) -> Iterator[Finding]:
     """Find losses that are not finite, or far above what they were: of one rank, or of the run."""
     ranks = state.evidence.ranks
-    bad = {number: rank for number, rank in ranks.items() if _is_bad(rank, now_s)}
+    told = [rank.nonfinite_s for rank in ranks.values() if rank.nonfinite]
+    since_s = now_s - max(told, default=0.0)  # all of them at once are no longer bad
+    bad = {number: rank for number, rank in ranks.items() if _is_bad(rank, since_s)}
     if bad:
         yield from _nonfinite(state, bad, now_s)
         return
@@ -290,22 +297,26 @@ def look_losses(state: State, now_s: float) -> Iterator[Finding]:
         yield Finding("bad_data", 1.0, number, ranks[number].host or None, facts, step)
 
 
-def _is_bad(rank: RankEvidence, now_s: float) -> bool:
+def _is_bad(rank: RankEvidence, since_s: float) -> bool:
     """Whether a rank has told a number that is not finite, and not since then several that are, for a while."""
-    return bool(rank.nonfinite) and (rank.num_finite < _FINITE_AGAIN or now_s - rank.nonfinite_s < _TOLD_S)
+    return bool(rank.nonfinite) and (rank.num_finite < _FINITE_AGAIN or since_s < _TOLD_S)
 
 
 def _nonfinite(state: State, bad: dict[int, RankEvidence], now_s: float) -> Iterator[Finding]:
     """Yield the ranks on which it began, where those are few; else that it is so."""
     first = min(rank.nonfinite[0] for rank in bad.values() if rank.nonfinite)
-    sources = [number for number, rank in bad.items() if rank.nonfinite and rank.nonfinite[0] == first]
+    # A GPU's numbers are not looked at in each step: of one that was finite before, and not after, it is not known.
+    sources = [number for number, rank in bad.items() if rank.last_finite < first]
     # The norm is that of all ranks: a loss says more.
     sources = [number for number in sources if (bad[number].nonfinite or (0, ""))[1] == "loss"] or sources
-    with_loss = [number for number, rank in state.evidence.ranks.items() if rank.losses.has_any or number in bad]
+    ranks = state.evidence.ranks
+    with_loss = [number for number, rank in ranks.items() if rank.losses.has_any or number in bad]
     since_s = now_s - min(rank.nonfinite_s for rank in bad.values())
-    if len(bad) < len(state.evidence.ranks) and since_s < _PATIENCE_S and state.ended is None:
+    patience_s = _PATIENCE_S + max(rank.record_s for rank in ranks.values())
+    is_waiting = any(number not in bad and rank.finite_step < first for number, rank in ranks.items())
+    if is_waiting and since_s < patience_s and state.ended is None:
         return
-    module = next((bad[number].module for number in sources if bad[number].module), None)
+    module = next((name for number in sources if (name := bad[number].first_module)), None)
     what = next(rank.nonfinite[1] for rank in (bad[number] for number in sources) if rank.nonfinite)
     where = f"; first in {module}" if module else ""
     if 2 * len(sources) > len(with_loss) or what == "norm":
@@ -322,7 +333,7 @@ def look_scale(state: State, _now_s: float) -> Iterator[Finding]:
     for rank in state.evidence.ranks.values():
         if (
             rank.loss_scale is not None
-            and rank.loss_scale <= 1.0
+            and rank.loss_scale <= 1.0 < rank.largest_scale  # a scale of 1 may be what was asked for
             and rank.step - (rank.first_step or 0) > _SETTLED_STEPS
         ):
             yield Finding("loss_scale", 1.0, facts={"what": f"it is {rank.loss_scale:g}"})

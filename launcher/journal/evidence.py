@@ -106,9 +106,14 @@ class RankEvidence:
     losses: LossHistory = field(default_factory=LossHistory)
     nonfinite: tuple[int, str] | None = None  # the first step, and which number it was
     nonfinite_s: float = 0.0  # when it was told
+    last_finite: int = 0  # the last step before it of which is known that it was finite
     num_finite: int = 0  # records since then
-    module: str | None = None  # the first whose output was not finite, or the parameter whose gradient was not
+    finite_step: int = 0  # of the last of them
+    record_s: float = 0.0  # the time of the steps of the last record
+    # Modules whose output, and parameters whose gradient, was not finite, with the step.
+    modules: deque[tuple[int, str]] = field(default_factory=lambda: deque(maxlen=16))
     loss_scale: float | None = None
+    largest_scale: float = 0.0
     # Samples of the process
     gc_longest_s: float = 0.0
     throttled: tuple[int, str] = (0, "")  # in how many samples in a row, and why
@@ -142,6 +147,11 @@ class RankEvidence:
         if len(self.floors) > _NUM_FLOORS:
             self.floors = [min(pair) for pair in zip(self.floors[::2], self.floors[1::2], strict=False)]
             self.floor_windows *= 2
+
+    @property
+    def first_module(self) -> str | None:
+        """The first module or parameter that was told since all was finite."""
+        return next((name for step, name in self.modules if step > self.last_finite), None)
 
 
 @dataclass(frozen=True)
@@ -187,6 +197,7 @@ class Evidence:
         self.hosts: dict[int, str] = {}
         self.ranks: dict[int, RankEvidence] = {}
         self.now_s = 0.0  # the latest time of a record
+        self.looked_s: float | None = None  # by the clock of who asks for verdicts, the last time
         self._opened_s: float | None = None
         self._num_counting = 0  # ranks that take steps, after warming up
         self._num_ready = 0  # of them, those that have enough of them in the window that is open

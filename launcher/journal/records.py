@@ -154,6 +154,7 @@ RANK_RECORDS: dict[str, dict[str, str]] = {
         "step": "number of the optimizer step",
         "what": "`loss` or `norm`; with a module `output` or `gradient`",
         "module": "the first module whose output, or parameter whose gradient, was not finite; null: not known",
+        "last_finite": "the last step before it that was looked at, and was finite; null with a module",
     },
     "fault": {
         "name": "of the fault that is rehearsed from now on (`--fault`)",

@@ -126,6 +126,7 @@ class Verdicts:
     def current(self, now_s: float | None = None) -> list[Verdict]:
         """Return what is wrong now, the worst first. now_s: seconds since the epoch; None: that of the last record."""
         now_s = self._state.evidence.now_s if now_s is None else now_s
+        self._state.evidence.looked_s = now_s
         found = {key: case.verdict() for key, case in self._cases.items() if case.severity is not None}
         for look in LOOKS:
             for finding in look(self._state, now_s):
@@ -221,15 +222,18 @@ def _add_step(state: State, number: int | None, record: Record) -> Window | None
     assert number is not None
     _check_step(record)
     rank = state.evidence.rank(number)
+    rank.record_s = float(record["duration_s"])
     loss, norm, step = record.get("loss"), record.get("norm"), int(record["step"])
     scale = record.get("loss_scale")
     rank.loss_scale = scale if isinstance(scale, (int, float)) else None
+    rank.largest_scale = max(rank.largest_scale, rank.loss_scale or 0.0)
     is_scaled = rank.loss_scale is not None and bool(record.get("skipped"))  # then an overflow is no fault
     is_finite = not isinstance(loss, str) and (not isinstance(norm, str) or is_scaled)
     if not is_finite:
-        _note_nonfinite(rank, record, "loss" if isinstance(loss, str) else "norm")
+        _note_nonfinite(state, rank, record, "loss" if isinstance(loss, str) else "norm")
     elif loss is not None or norm is not None:
         rank.num_finite += 1
+        rank.finite_step = step
         if isinstance(loss, (int, float)):
             rank.losses.add(step, loss)
     return state.evidence.add_step(number, record)
@@ -244,10 +248,16 @@ def _check_step(record: Record) -> None:
         raise ValueError("a record of no step")
 
 
-def _note_nonfinite(rank: RankEvidence, record: Record, what: str) -> None:
+def _note_nonfinite(state: State, rank: RankEvidence, record: Record, what: str) -> None:
     """Note that a loss or a norm was not finite. The first time counts, until it is finite again."""
     if rank.nonfinite is None or rank.num_finite:
-        rank.nonfinite, rank.nonfinite_s = (int(record["step"]), what), float(record["time_s"])
+        rank.nonfinite, rank.last_finite = (
+            (int(record["step"]), what),
+            int(record.get("last_finite") or rank.finite_step),
+        )
+        # The clock of the rank's host may be another one.
+        looked_s = state.evidence.looked_s
+        rank.nonfinite_s = float(record["time_s"]) if looked_s is None else looked_s
     rank.num_finite = 0
 
 
@@ -256,9 +266,9 @@ def _add_nonfinite(state: State, number: int | None, record: Record) -> None:
     rank = state.evidence.rank(number)
     if record.get("module"):
         kind = "the gradient of" if record["what"] == "gradient" else "module"
-        rank.module = rank.module or f"{kind} {record['module']}"
+        rank.modules.append((int(record["step"]), f"{kind} {record['module']}"))
     else:
-        _note_nonfinite(rank, record, str(record["what"]))
+        _note_nonfinite(state, rank, record, str(record["what"]))
 
 
 def _add_save(state: State, number: int | None, record: Record) -> None:

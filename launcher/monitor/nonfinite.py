@@ -24,6 +24,7 @@ class NonfiniteWatch:
         self._journal, self._model = journal, None if model is None else weakref.ref(model)
         self._step = 0
         self._is_finite = True
+        self._last_finite = 0  # the last step that was looked at and was finite
         self._num_times = 0
         self._handles: list[Any] = []
 
@@ -33,10 +34,12 @@ class NonfiniteWatch:
             name for name, value in (("loss", loss), ("norm", norm)) if value is not None and not math.isfinite(value)
         ]
         was_finite, self._is_finite = self._is_finite, not bad
+        if not bad:
+            self._last_finite = step
         if not bad or not was_finite:
             return
         self._step = step
-        self._journal.add("nonfinite", step=step, what=bad[0], module=None)
+        self._journal.add("nonfinite", step=step, what=bad[0], module=None, last_finite=self._last_finite)
         self._num_times += 1
         if self._num_times <= _MAX_TIMES and not self._handles:
             self._watch()
@@ -55,7 +58,7 @@ class NonfiniteWatch:
         def check(_module: nn.Module, _inputs: Any, output: Any) -> None:
             outputs = output if isinstance(output, (tuple, list)) else (output,)
             if self._handles and not all(_is_finite(each) for each in outputs):
-                self._journal.add("nonfinite", step=self._step, what="output", module=name)
+                self._journal.add("nonfinite", step=self._step, what="output", module=name, last_finite=None)
                 self._end()
 
         return check

@@ -98,22 +98,26 @@ class _PlainSteps:
         self._update, self._is_updating = clock.inside(UPDATE), False
         journal.call_at_end(self._write_rest)
         self._has_nan = False  # a loss was; infinite ones are what a gradient scaler expects
-        self._copy: torch.Tensor | None = None  # of a loss on a GPU, in pinned memory: read once it has long arrived
+        self._last_finite = 0  # the last step whose loss was looked at and was finite
+        # Of a loss on a GPU, in pinned memory, and its step: read once it has long arrived.
+        self._copy: tuple[torch.Tensor, int] | None = None
 
     def note_loss(self, loss: Any) -> None:
         """A backward pass begins at `loss`, whatever that is. Never waits for a device."""
         if self._has_nan or self._clock.has_engine or not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             return
         if loss.device.type == "cpu":
-            self._look(loss.detach())
+            self._look(loss.detach(), self._num_done + 1)
         elif self._copy is None:
-            self._copy = torch.zeros((), pin_memory=True)
-            self._copy.copy_(loss.detach(), non_blocking=True)
+            self._copy = torch.zeros((), pin_memory=True), self._num_done + 1
+            self._copy[0].copy_(loss.detach(), non_blocking=True)
 
-    def _look(self, loss: torch.Tensor) -> None:
-        if loss.is_floating_point() and math.isnan(loss.item()):
-            self._has_nan = True
-            self._journal.add("nonfinite", step=self._num_done + 1, what="loss", module=None)
+    def _look(self, loss: torch.Tensor, step: int) -> None:
+        if not (loss.is_floating_point() and math.isnan(loss.item())):
+            self._last_finite = step
+            return
+        self._has_nan = True
+        self._journal.add("nonfinite", step=step, what="loss", module=None, last_finite=self._last_finite)
 
     def begin_update(self, optimizer: Any, _arguments: Any, _options: Any) -> None:
         """An optimizer is about to take a step."""
@@ -160,7 +164,7 @@ class _PlainSteps:
         """Write the record of the steps up to `step`: the first one, which begins the clock, is in none."""
         if self._copy is not None:
             copy, self._copy = self._copy, None
-            self._look(copy)
+            self._look(*copy)
         group = self._optimizer.param_groups[0]
         param = next(iter(group["params"]), None)
         use = memory_use(torch.device("cpu") if param is None else param.device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from typing import Any
 
@@ -119,7 +121,11 @@ FAULTS: dict[str, tuple[FakeJob, tuple[str, int | None], str]] = {
         ("loss_scale", None),
         "of the steps update nothing",
     ),
-    "loss scale at its minimum": (FakeJob(changes=(changed(loss_scale=1.0),)), ("loss_scale", None), "it is 1"),
+    "loss scale at its minimum": (
+        FakeJob(changes=(changed(first_step=1, loss_scale=lambda _, step: 1024.0 if step < 100 else 1.0),)),
+        ("loss_scale", None),
+        "it is 1",
+    ),
     "throttled": (
         FakeJob(extra=_samples({2}, throttled="heat")),
         ("clocks", 2),
@@ -291,7 +297,8 @@ def test_the_rank_on_which_it_began_may_tell_it_last() -> None:
     """Without the engine ranks tell no loss before one is not finite. Records of several hosts come at other times."""
 
     def bad(rank: int, step: int) -> tuple[int, dict[str, Any]]:
-        return rank, {"kind": "nonfinite", "time_s": START_S + 10, "step": step, "what": "loss", "module": None}
+        record = {"kind": "nonfinite", "time_s": START_S + 10, "step": step, "what": "loss", "last_finite": step - 1}
+        return rank, {**record, "module": None}
 
     samples = [(rank, {"kind": "sample", "time_s": START_S + 5}) for rank in range(4)]
     verdicts = _fed([*samples, bad(0, 42), bad(1, 42), bad(3, 42)])
@@ -300,6 +307,81 @@ def test_the_rank_on_which_it_began_may_tell_it_last() -> None:
     assert _names(verdicts.current(START_S + 11.5)) == [("bad_data", 2)]
     everywhere = _fed([*samples, *(bad(rank, 42) for rank in range(4))])
     assert _names(everywhere.current(START_S + 11)) == [("nan", None)]
+
+
+def test_a_number_that_is_looked_at_in_some_steps_alone_names_no_rank_where_several_were_finite_before() -> None:
+    """As on a GPU, whose ranks write their records after other steps."""
+
+    def told(rank: int, last_finite: int, step: int) -> tuple[int, dict[str, Any]]:
+        record = {"kind": "nonfinite", "time_s": START_S + 10, "step": step, "what": "loss", "last_finite": last_finite}
+        return rank, {**record, "module": None}
+
+    samples = [(rank, {"kind": "sample", "time_s": START_S + 5}) for rank in range(4)]
+    everywhere = _fed([*samples, told(0, 95, 100), *(told(rank, 96, 101) for rank in (1, 2, 3))])
+    assert _names(everywhere.current(START_S + 11)) == [("nan", None)]
+    first = _fed([*samples, told(0, 90, 95), *(told(rank, 96, 101) for rank in (1, 2, 3))])
+    assert _names(first.current(START_S + 11)) == [("bad_data", 0)]
+
+
+def test_a_host_whose_clock_is_slow_is_waited_for_all_the_same() -> None:
+    record = {
+        "kind": "nonfinite",
+        "time_s": START_S - 30,
+        "step": 42,
+        "what": "loss",
+        "module": None,
+        "last_finite": 41,
+    }
+    verdicts = _fed([(rank, {"kind": "sample", "time_s": START_S + 5}) for rank in range(4)])
+    assert verdicts.current(START_S + 10) == []
+    verdicts.feed(0, record)
+    assert verdicts.current(START_S + 11) == []
+    assert _names(verdicts.current(START_S + 14)) == [("nan", None)]  # the others tell no losses
+
+
+def test_a_later_nan_has_a_module_of_its_own() -> None:
+    def break_down(_: int, step: int, record: dict[str, Any]) -> None:
+        if step == 60:
+            record.update(norm="inf", skipped=1)
+        if step >= 250:
+            record.update(loss="nan")
+
+    def told(step: int, what: str, module: str) -> list[tuple[int, dict[str, Any]]]:
+        record = {"kind": "nonfinite", "time_s": START_S + step / 5, "step": step, "what": what, "module": module}
+        return [(rank, record) for rank in range(4)]
+
+    extra = [*told(60, "gradient", "embedding.weight"), *told(250, "output", "head")]
+    (verdict,) = FakeJob(num_steps=300, changes=(break_down,), extra=extra).verdicts()
+    assert "first in module head" in verdict.text
+
+
+def test_a_loss_that_falls_quickly_is_no_bad_data_where_records_come_in_batches() -> None:
+    """Windows end in the middle of the batch of one rank, whose mean covers other steps than those of the others."""
+    fall = changed(first_step=1, loss=lambda _, step: 3.0 * 0.5 ** (step / 24))
+    for seed in range(8):
+        job = FakeJob(num_ranks=4, num_hosts=1, num_steps=1500, scale=0.1, seed=seed, noise=0.05, changes=(fall,))
+        draw = random.Random(seed)
+        flushes = [draw.random() / 2 for _ in range(4)]
+        beat = draw.random()
+
+        def arrival_s(
+            each: tuple[int | None, dict[str, Any]], flushes: list[float] = flushes, beat: float = beat
+        ) -> float:
+            rank, time_s = each[0], float(each[1]["time_s"])
+            if rank is None:
+                return time_s
+            flushed_s = flushes[rank] + math.ceil(2 * (time_s - flushes[rank])) / 2
+            return beat + math.ceil(flushed_s - beat)
+
+        verdicts = Verdicts()
+        records = list(job.records())
+        for rank, record in sorted(records, key=lambda each: (arrival_s(each), -1 if each[0] is None else each[0])):
+            verdicts.feed(rank, record)
+            assert verdicts.current(arrival_s((rank, record))) == []
+
+
+def test_a_loss_scale_that_was_never_larger_has_not_collapsed() -> None:
+    assert FakeJob(num_steps=300, changes=(changed(first_step=1, loss_scale=1.0),)).verdicts() == []
 
 
 def test_the_first_failure_is_told_with_what_was_raised() -> None:
