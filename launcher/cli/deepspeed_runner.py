@@ -8,7 +8,9 @@ from __future__ import annotations
 import argparse
 import base64
 import contextlib
+import functools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,6 +18,7 @@ from pathlib import Path
 
 from launcher.base.errors import LauncherError
 from launcher.base.log import get_logger
+from launcher.base.processes import die_with_parent
 from launcher.cluster.cluster import Cluster, Host
 from launcher.cluster.cores import parse_core_list
 from launcher.cluster.filters import chosen_slots
@@ -75,7 +78,9 @@ def main(args: Sequence[str] | None = None) -> None:
     if (options.include or options.exclude) and max(options.num_nodes, options.num_gpus) >= 0:
         raise ValueError("--num_nodes and --num_gpus cannot be used together with --include or --exclude")
     given = sys.argv[1:] if args is None else args
-    code = subprocess.run([sys.executable, str(LAUNCH), "run", *given], check=False).returncode
+    dies_with_this = functools.partial(die_with_parent, os.getpid())
+    run = [sys.executable, str(LAUNCH), "run", *given]
+    code = subprocess.run(run, preexec_fn=dies_with_this, check=False).returncode
     if code:
         sys.exit(code if code > 0 else 128 - code)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from harness.launch.command import ROOT, wait_until
 from harness.ports import free_port
 
 from launcher.cli import deepspeed_runner as runner
@@ -53,6 +55,19 @@ def test_lists_of_cores_ascend() -> None:
     for wrong in ("8,2-6", "0-3,3", "6-2", "x"):
         with pytest.raises(ValueError, match=r"CPU"):
             runner.parse_range_list(wrong)
+
+
+def test_ranks_end_with_the_command_that_was_killed(tmp_path: Path) -> None:
+    script = tmp_path / "sleep.py"
+    script.write_text(
+        "import os, time; open('pid.new', 'w').write(str(os.getpid())); os.rename('pid.new', 'pid'); time.sleep(600)"
+    )
+    call = [sys.executable, "-c", "from launcher.cli.deepspeed_runner import main; main()", "--num_gpus", "1", script]
+    with subprocess.Popen(call, cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(ROOT)}) as command:
+        wait_until((tmp_path / "pid").exists, "the rank")
+        command.kill()
+    pid = int((tmp_path / "pid").read_text())
+    wait_until(lambda: not Path(f"/proc/{pid}").exists(), "the end of the rank")
 
 
 @pytest.mark.parametrize("option", ["--num_nodes", "--num_gpus"])

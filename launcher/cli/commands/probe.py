@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import re
@@ -17,6 +18,7 @@ import click
 from launcher.base.errors import LauncherError, UsageError
 from launcher.base.exit_codes import ExitCode
 from launcher.base.fields import Seconds, Whole
+from launcher.base.processes import die_with_parent
 from launcher.base.units import counted, format_bytes
 from launcher.cli.console import streams
 from launcher.cli.options.command import Command, Number, declared, given_words, under
@@ -70,7 +72,13 @@ def _measure(options: Sequence[str], arguments: Sequence[str]) -> Speed:
     """Run the ranks as a job of their own. Raises: LauncherError where it fails."""
     with tempfile.TemporaryDirectory(prefix="launch-probe-") as logs:
         run = ["run", "--quiet", "--plain", "--log-dir", logs, *options, "--module", _MODULE, *arguments]
-        ended = subprocess.run([*own_argv("launcher.cli.main"), *run], stdout=subprocess.PIPE, text=True, check=False)
+        ended = subprocess.run(
+            [*own_argv("launcher.cli.main"), *run],
+            stdout=subprocess.PIPE,
+            text=True,
+            preexec_fn=functools.partial(die_with_parent, os.getpid()),
+            check=False,
+        )
     plain = "".join(re.sub(r"^\[[^]]*\] ", "", line) for line in ended.stdout.splitlines(keepends=True))
     found = last_json(plain)
     if ended.returncode or found is None or "ranks" not in found:
