@@ -35,7 +35,7 @@ class Timeouts(Record):
     version_s: float = 10.0  # of a program, to print its version
     peer_connect_s: float = 5.0  # `launch check`: one host to another, which may not listen yet
     check_round_s: float = 120.0  # each round of `launch check`: Python may come from a cold network disk
-    disk_stall_s: float = 30.0  # one write to the run folder, at the end of a run
+    disk_stall_s: float = 30.0  # one write to the run folder, at the end of a run, or to the list of jobs
     last_words_s: float = 2.0  # the exit status of an agent that could not start
     kill_s: float = 10.0  # a killed process in an uninterruptible wait, before it is left to the kernel
     srun_silence_s: float = 30.0  # of a node; its relay sends something every 5 s

@@ -26,6 +26,7 @@ from launcher.base.folders import home_folder
 from launcher.base.private_files import make_private_folder, write_private
 from launcher.base.processes import identity
 from launcher.base.secrets import mask_arguments
+from launcher.base.timeouts import timeouts
 from launcher.plan.plan import JobPlan
 
 _KEPT_S = 7 * 24 * 3600.0  # how long entries of jobs that have ended, or are lost, are kept
@@ -100,7 +101,7 @@ def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registrat
         slurm_job=os.environ.get(env.SLURM_JOB_ID.name),
         run_id=plan.run_id,
     )
-    problem = _why_not_written(entry)
+    problem = _unless_stalled(lambda: _why_not_written(entry))
     if problem is not None:
         warn(f"{problem}; launch ps will not show this job")
     is_over = threading.Event()
@@ -114,11 +115,11 @@ def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registrat
         is_over.set()
         ended = dataclasses.replace(entry, ended_s=time.time(), exit_code=int(registration.exit_code))
         if problem is None:
-            problem = _why_not_written(ended)
+            problem = _unless_stalled(lambda: _why_not_written(ended))
             if problem is not None:
                 warn(f"{problem}; launch ps will not show how this job ended")
-            with contextlib.suppress(OSError, UsageError):
-                _drop_old(time.time() - _KEPT_S)
+            else:
+                _unless_stalled(lambda: _drop_old(time.time() - _KEPT_S))
 
 
 def jobs_folder() -> Path:
@@ -206,6 +207,15 @@ def send_signal(entry: JobEntry, number: int) -> bool:
     return True
 
 
+def _unless_stalled(call: Callable[[], str | None]) -> str | None:
+    """Return what `call` returns, or that the disk does not answer: a job waits for it a while, and no longer."""
+    answers: list[str | None] = []
+    thread = threading.Thread(target=lambda: answers.append(call()), name="registry", daemon=True)
+    thread.start()
+    thread.join(timeouts().disk_stall_s)
+    return answers[0] if answers else "the disk with the list of jobs does not answer"
+
+
 def _why_not_written(entry: JobEntry) -> str | None:
     """Write an entry, whole or not at all; return why it could not be done."""
     try:
@@ -252,9 +262,10 @@ def _is_sound(entry: JobEntry) -> bool:
 
 
 def _drop_old(before_s: float) -> None:
-    """Remove entries of jobs that have ended, or are lost, last touched before a time. Raises: OSError."""
-    for path in jobs_folder().glob("*.json"):
-        if path.stat().st_mtime < before_s:
-            entry = _read(path)
-            if entry is None or entry.state in ("ended", "lost"):
-                path.unlink(missing_ok=True)
+    """Remove entries of jobs that have ended, or are lost, last touched before a time, unless that fails."""
+    with contextlib.suppress(OSError, UsageError):
+        for path in jobs_folder().glob("*.json"):
+            if path.stat().st_mtime < before_s:
+                entry = _read(path)
+                if entry is None or entry.state in ("ended", "lost"):
+                    path.unlink(missing_ok=True)

@@ -7,6 +7,7 @@ import json
 import os
 import signal
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from harness.launch.command import wait_until
 
 from launcher.base.errors import LauncherError, TransportError, UsageError
 from launcher.base.secrets import MASK
+from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Cluster, Host, place
 from launcher.plan.plan import Command, JobPlan
 from launcher.registry import registry
@@ -220,3 +222,19 @@ def test_numbers_that_are_no_time_make_no_entry(value: str) -> None:
         assert registry.all_jobs() == []
         path.write_text("[" * 100_000)
         assert registry.all_jobs() == []
+
+
+def test_a_disk_that_does_not_answer_holds_no_job_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LAUNCH_TIMEOUT_SCALE", "0.01")
+    timeouts.cache_clear()
+    stall, said = threading.Event(), list[str]()
+    with monkeypatch.context() as patch:
+        patch.setattr(registry, "write_private", lambda *_: stall.wait())
+        with registry.registered(plan(), said.append):
+            assert said == ["the disk with the list of jobs does not answer; launch ps will not show this job"]
+    said.clear()
+    with registry.registered(plan(), said.append):
+        monkeypatch.setattr(registry, "write_private", lambda *_: stall.wait())
+    assert said == ["the disk with the list of jobs does not answer; launch ps will not show how this job ended"]
+    stall.set()
+    timeouts.cache_clear()
