@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import base64
 import json
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from harness.launch.command import run_launch
 
 from launcher.base.errors import UsageError
 from launcher.cli.commands.run import run
+from launcher.cli.options.accepted import NOTES
+from launcher.cli.options.hosts import DEBUGGING
 from launcher.cli.options.jobfile import read_job_file
 
 JOB = """
@@ -26,7 +30,7 @@ options: {max-restarts: 2, grace: 1.5, quiet: true}
 def read(tmp_path: Path, text: str) -> dict[str, Any]:
     path = tmp_path / "job.yaml"
     path.write_text(text)
-    return read_job_file(path, run)
+    return read_job_file(path, click.Context(run))
 
 
 def test_every_section(tmp_path: Path) -> None:
@@ -41,7 +45,7 @@ def test_every_section(tmp_path: Path) -> None:
         "grace_s": 1.5,
         "quiet": True,
     }
-    assert arguments[:5] == ("--lr", "0.0003", "--name", "a b", "--deepspeed")
+    assert arguments[:5] == ("--lr", "3.0e-4", "--name", "a b", "--deepspeed")
     from launcher.config.load import load_config
 
     assert load_config(arguments[5]).config.train_batch_size == 8
@@ -63,6 +67,7 @@ def test_every_section(tmp_path: Path) -> None:
                 "options.signals_to_handle: SIGKILL cannot stop a job",
             ],
         ),
+        ("script: t.py\noptions: {rdzv_backend: etcd}\n", ["options.rdzv_backend: there is no rendezvous by etcd"]),
         ("script: t.py\nargs: {a: 1}\n", ["args: expected a list"]),
         ("script: t.py\nenvironment: [A]\n", ["environment: expected"]),
         ("script: [\n", ["not YAML"]),
@@ -81,6 +86,27 @@ def test_mistakes_are_named(tmp_path: Path, text: str, messages: list[str]) -> N
         assert message in str(caught.value)
 
 
+def test_words_are_those_of_the_file(tmp_path: Path) -> None:
+    words = ["--amp", "on", "--id", "0123456", "--tag", "1.10", "--at", "12:30:00", "--n", "1_000", "2001-99-99"]
+    values = read(
+        tmp_path,
+        f"config: {{a: &rate 1e-4, b: [+2.5E3, '1e-4', 1e-4x]}}\nscript: t.py\nargs: [{', '.join(words)}, *rate]\n"
+        "environment: {NO: 1_000, ON: yes}\ncluster: {include: 007}\n",
+    )
+    assert values["script_args"][: len(words) + 1] == (*words, "1e-4")
+    assert values["env"] == ("NO=1_000", "ON=yes")
+    assert values["include"] == "007"
+    assert json.loads(base64.b64decode(values["script_args"][-1])) == {"a": 1e-4, "b": [2500.0, "1e-4", "1e-4x"]}
+
+
+def test_options_speak_as_on_the_command_line(tmp_path: Path) -> None:
+    (tmp_path / "job.yaml").write_text("script: t.py\noptions: {monitor_interval: 5, log_level: debug}\n")
+    ctx = click.Context(run)
+    assert "monitor_interval" not in read_job_file(tmp_path / "job.yaml", ctx)
+    assert ctx.meta[NOTES] == ["--monitor-interval has no effect: the end of a rank is seen at once"]
+    assert ctx.meta[DEBUGGING]
+
+
 def test_one_value_of_a_repeatable_option_needs_no_list(tmp_path: Path) -> None:
     assert read(tmp_path, "script: t.py\noptions: {env_file: x}\n")["env_files"] == (Path("x"),)
 
@@ -92,7 +118,7 @@ def test_one_value_of_a_repeatable_option_needs_no_list(tmp_path: Path) -> None:
         ("script: s.py\nargs: &a [*a]\n", "args: expected a list of words"),
         ("script: s.py\nargs: [!!bool x]\n", "is not YAML"),
         ("script: s.py\nargs: [!!timestamp x]\n", "is not YAML"),
-        (f"script: s.py\nargs: [0x{'f' * 9999}]\n", "cannot be written down"),
+        (f"script: s.py\nargs: [!!int 0x{'f' * 9999}]\nconfig: 0x{'f' * 9999}\n", "cannot be written down"),
         ("script: s.py\nconfig: {a: 2001-01-01}\n", "config: Object of type date is not JSON serializable"),
         (
             "l0: &l0 [x, x, x, x, x, x, x, x, x, x]\n"
@@ -107,7 +133,7 @@ def test_hostile_files_are_one_message(tmp_path: Path, text: str, message: str) 
     path = tmp_path / "job.yaml"
     path.write_text(text)
     with pytest.raises(UsageError, match=message):
-        read_job_file(path, run)
+        read_job_file(path, click.Context(run))
 
 
 def test_the_command_line_wins_over_the_file(tmp_path: Path) -> None:

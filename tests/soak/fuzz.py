@@ -21,6 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "benchmarks"))  # what writes sections of pages
+import click
 from common import Section, argument_parser, table
 
 from launcher.agent import wire
@@ -241,7 +242,7 @@ def _job_file(chance: random.Random) -> object:
         "script: s.py\nconfig: {a: !!timestamp 2001-01-01, b: !!binary aGk=, c: !!set {x}}\n",
     )
     path.write_bytes(content.encode("utf-8", "surrogatepass"))
-    return read_job_file(path, run_command)
+    return read_job_file(path, click.Context(run_command))
 
 
 def _ssh_config(chance: random.Random) -> object:

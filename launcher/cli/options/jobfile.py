@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import base64
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -27,19 +28,29 @@ from launcher.base.errors import Diagnostic, UsageError, did_you_mean
 _SECTIONS = ("cluster", "resources", "options")
 _KEYS = (*_SECTIONS, "environment", "script", "args", "config")
 _NOT_IN_A_FILE = ("script", "script_args", "env", "dry_run", "as_json")
+_OF_WORDS = (*_SECTIONS, "environment", "args")  # what a command line would hold: no numbers, no dates
+_TEXT_TAG = "tag:yaml.org,2002:str"
+_MAX_NESTING = 3  # of words: a list in a section, or one that `<<` joins
+_FLOAT = re.compile(r"[-+]?\d+(\.\d*)?[eE][-+]?\d+\Z")  # YAML 1.1 takes 1e-3 for a text, see `config.load`
 
 
 def with_job_file(ctx: click.Context, values: dict[str, Any]) -> dict[str, Any]:
     """Return the values of the job file `script` under those given on the command line. Raises: UsageError."""
-    found = read_job_file(Path(values["script"]), ctx.command)
-    given = {name for name in found if ctx.get_parameter_source(name) is not ParameterSource.DEFAULT}
+    found = read_job_file(Path(values["script"]), ctx)
+    given = {name for name in found if _is_given(ctx, name)}
     joined = {name: (*found[name], *values[name]) for name in ("script_args", "env")}
     return values | {name: found[name] for name in found.keys() - given} | joined | {"script": found["script"]}
 
 
-def read_job_file(path: Path, command: click.Command) -> dict[str, Any]:
-    """Return the option values of `command` that a job file gives, with `script` and `script_args`.
+def _is_given(ctx: click.Context, name: str) -> bool:
+    """Whether the command line or the environment gives an option."""
+    return ctx.get_parameter_source(name) not in (None, ParameterSource.DEFAULT)
 
+
+def read_job_file(path: Path, ctx: click.Context) -> dict[str, Any]:
+    """Return the option values of the command of `ctx` that a job file gives, with `script` and `script_args`.
+
+    What options have to say goes into `ctx.meta`, as from the command line.
     Raises: UsageError with everything that is wrong with the file.
     """
     data = _load(path)
@@ -53,7 +64,7 @@ def read_job_file(path: Path, command: click.Command) -> dict[str, Any]:
     for section in _SECTIONS:
         part = data.get(section) or {}
         if isinstance(part, Mapping):
-            values |= _options(part, section, path, command, problems)
+            values |= _options(part, section, path, ctx, problems)
         else:
             problems.append(Diagnostic(f"{section}: expected keys", str(path)))
     arguments = data.get("args") or []
@@ -86,6 +97,39 @@ def _load(path: Path) -> Mapping[str, Any]:
             found: dict[Any, Any] = super().construct_mapping(node, deep)
             return found
 
+        def get_single_node(self) -> yaml.Node | None:
+            root = super().get_single_node()
+            if isinstance(root, yaml.MappingNode):
+                texts: dict[tuple[int, int], yaml.Node] = {}
+                root.value = [
+                    (key, self._as_text(value, _MAX_NESTING, texts) if key.value in _OF_WORDS else value)
+                    for key, value in root.value
+                ]
+            return root
+
+        def _as_text(self, node: yaml.Node, nesting: int, texts: dict[tuple[int, int], yaml.Node]) -> yaml.Node:
+            """Return a copy whose scalars are the texts that stand in the file: 0123 is no octal number, `on` no flag.
+
+            A copy, as an anchor may be used in the config, too. texts: the copies so far, by node and nesting.
+            """
+            if isinstance(node, yaml.ScalarNode):
+                is_plain = node.style is None
+                implied = self.resolve(yaml.ScalarNode, node.value, (is_plain, not is_plain))  # type: ignore[no-untyped-call]
+                keeps_tag = node.tag != implied or node.tag.endswith((":null", ":merge"))
+                return node if keeps_tag else yaml.ScalarNode(_TEXT_TAG, node.value, node.start_mark, node.end_mark)
+            if not nesting:
+                return node
+            if (id(node), nesting) not in texts:
+                value: list[Any]
+                if isinstance(node, yaml.MappingNode):
+                    pairs = node.value
+                    value = [(self._as_text(k, 0, texts), self._as_text(v, nesting - 1, texts)) for k, v in pairs]
+                else:
+                    value = [self._as_text(item, nesting - 1, texts) for item in node.value]
+                texts[id(node), nesting] = type(node)(node.tag, value, node.start_mark, node.end_mark)
+            return texts[id(node), nesting]
+
+    Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
     try:
         data = yaml.load(path.read_text(encoding="utf-8"), Loader)
     except (OSError, UnicodeDecodeError) as error:
@@ -99,18 +143,17 @@ def _load(path: Path) -> Mapping[str, Any]:
 
 
 def _options(
-    part: Mapping[Any, Any], section: str, path: Path, command: click.Command, problems: list[Diagnostic]
+    part: Mapping[Any, Any], section: str, path: Path, ctx: click.Context, problems: list[Diagnostic]
 ) -> dict[str, Any]:
-    """Return the values of one section, converted as the command line converts them."""
+    """Return the values of one section, converted and checked as the command line does it."""
     by_name = {
         spelling.lstrip("-").replace("-", "_"): parameter
-        for parameter in command.params
+        for parameter in ctx.command.params
         if isinstance(parameter, click.Option) and parameter.name not in _NOT_IN_A_FILE
         for spelling in (*parameter.opts, *getattr(parameter, "also", ()), parameter.name or "")
         if spelling.startswith("--") or spelling == parameter.name
     }
     values: dict[str, Any] = {}
-    context = click.Context(command)
     for key, value in part.items():
         parameter = by_name.get(str(key).replace("-", "_"))
         if parameter is None or parameter.name is None:
@@ -123,7 +166,11 @@ def _options(
             given = [_word(item) for item in value] if isinstance(value, list) else _word(value)
             if parameter.multiple and isinstance(given, str):
                 given = [given]
-            values[parameter.name] = parameter.type_cast_value(context, given)
+            # One that the command line overrules is converted only: its callback would speak of what is not used.
+            read = parameter.type_cast_value if _is_given(ctx, parameter.name) else parameter.process_value
+            value = read(ctx, given)
+            if parameter.expose_value:
+                values[parameter.name] = value
         except UsageError as error:
             found = error.diagnostics[0]
             problems.append(Diagnostic(f"{section}.{key}: {found.message}", str(path), found.hint))
