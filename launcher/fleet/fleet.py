@@ -206,8 +206,9 @@ class Fleet(Generic[L]):
                     missing.pop(link, None)
             self._is_interrupted()
             if missing and time.monotonic() - start_s > limit_s:
-                names = ", ".join(link.name for link in missing)
-                raise TransportError(f"no answer after {limit_s:g} s while waiting for {what}", where=names)
+                message = f"no answer after {limit_s:g} s while waiting for {what}"
+                # One for each: a restart leaves out the hosts that are named.
+                raise TransportError.from_diagnostics([Diagnostic(message, link.name) for link in missing])
             self.explain_wait(missing, what)
         if any(link not in wanted or not is_ready(link) for link in self._findings):
             ended = [link for link in self.links if link in self._findings]

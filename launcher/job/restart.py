@@ -115,11 +115,12 @@ def run_with_restarts(
         while True:
             try:
                 hosts = _next_hosts(plan, lost, spares, policy, watcher) if lost else _hosts_of(plan)
+                next_plan = replan(Cluster(hosts)) if lost else plan
             except LauncherError as error:
                 watcher.warning(f"no restart: {error}")
                 return report
             plan = dataclasses.replace(
-                replan(Cluster(hosts)) if lost else plan,
+                next_plan,
                 run_folder=first.run_folder / f"restart_{restart}",
                 restart=restart,
                 num_failures=num_failures,

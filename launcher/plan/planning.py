@@ -331,9 +331,10 @@ class Job:
             )
 
     def plan(self, cluster: Cluster | None = None) -> JobPlan:
-        """Return the plan for the chosen hosts, or for others. Raises: LauncherError."""
+        """Return the plan for the chosen hosts, or for those of a restart. Raises: LauncherError."""
         plan = make_plan(
-            self.request,
+            # Faults are rehearsed at the first start only: their ranks may be gone with a host.
+            self.request if cluster is None else dataclasses.replace(self.request, faults=()),
             self.here,
             cluster or self.selection.cluster,
             self._job_id,

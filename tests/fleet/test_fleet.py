@@ -161,6 +161,14 @@ def test_a_wait_for_an_answer_ends_when_the_host_is_lost() -> None:
         fleet.wait(lambda agent: agent.port is not None, "a free port", limit_s=20.0)
 
 
+def test_hosts_that_do_not_answer_in_time_are_named_one_by_one() -> None:
+    fleet = fleet_of(Wire(), "b", "c")
+    fleet.connect()
+    with pytest.raises(TransportError) as caught:
+        fleet.wait(lambda agent: agent.port is not None, "a free port", limit_s=0.01)
+    assert [finding.where for finding in caught.value.diagnostics] == ["b", "c"]
+
+
 def test_hosts_that_end_before_they_answer_are_named_together() -> None:
     wires = {"first": Wire(), "second": Wire()}
     for wire in wires.values():

@@ -21,7 +21,7 @@ from harness.launch.sshd import LoopbackSshd
 from hypothesis import given
 from hypothesis import strategies as st
 
-from launcher.base.errors import ConfigError, TransportError
+from launcher.base.errors import ConfigError, TransportError, UsageError
 from launcher.base.processes import members_of_job
 from launcher.base.timeouts import Timeouts
 from launcher.cluster.cluster import Cluster, Host, Placement, place
@@ -31,8 +31,11 @@ from launcher.job.events import Failure, FailureKind, RunReport
 from launcher.job.restart import RestartPolicy, WorldSizes, largest_fit, run_with_restarts
 from launcher.plan.engine_config import EngineConfig
 from launcher.plan.plan import Command, JobPlan
+from launcher.plan.planning import Here, Job
+from launcher.plan.request import Request
 from launcher.plan.variables import ladder_variables
 from launcher.planner.ladder import EngineFacts, advice_for
+from launcher.transport.ssh.options import SshOptions
 
 PATCH = "LAUNCH_CONFIG_PATCH"
 FAILS_TWICE = """
@@ -392,6 +395,36 @@ def test_no_world_that_fits_ends_the_job_with_the_reason(min_nodes: int, world_s
         f"no restart: no valid world size on {min_nodes} or more of the remaining hosts (4 ranks in all); "
         f"elasticity allows {', '.join(map(str, world_sizes))} ranks"
     ]
+
+
+def test_a_plan_that_is_refused_ends_the_job_with_the_report_of_its_last_run() -> None:
+    def refuse(cluster: Cluster) -> JobPlan:
+        raise UsageError(f"{len(cluster.hosts)} host cannot be")
+
+    quiet = Quiet()
+    policy = RestartPolicy(max_restarts=1, min_nodes=1, first_delay_s=0.0)
+    first = plan_for(Cluster((Host("a", (0,)), Host("b", (0,)))))
+    last = run_with_restarts(first, policy, lambda _: report(69, "b"), refuse, cast(Any, quiet), SignalQueue(()))
+    assert last.exit_code == 69
+    assert quiet.warnings == ["no restart: 1 host cannot be"]
+
+
+def test_faults_are_not_of_a_restart(tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text("a slots=1\nb slots=1\n")
+    request = Request(
+        command=Command("script", "t.py", ()),
+        hostfile=str(tmp_path / "hosts"),
+        max_restarts=1,
+        min_nodes=1,
+        faults=("slow@1000:1",),
+        master_addr="a",
+    )
+    job = Job(request, Here({}, str(tmp_path), (), 1), SshOptions())
+    try:
+        assert job.plan().faults == ("slow@1000:1",)
+        assert job.plan(Cluster((Host("a", (0,)),))).faults == ()
+    finally:
+        job.close()
 
 
 def test_a_config_that_was_broken_meanwhile_ends_the_job_with_its_own_error() -> None:
