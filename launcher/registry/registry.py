@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import json
 import os
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -27,7 +28,7 @@ from launcher.base.private_files import make_private_folder, write_private
 from launcher.base.processes import identity
 from launcher.base.secrets import mask_arguments
 from launcher.base.timeouts import timeouts
-from launcher.plan.plan import JobPlan
+from launcher.plan.plan import JobPlan, Settings
 
 _KEPT_S = 7 * 24 * 3600.0  # how long entries of jobs that have ended, or are lost, are kept
 _TOUCH_INTERVAL_S = 60.0
@@ -51,6 +52,7 @@ class JobEntry:
     cwd: str
     run_folder: str
     grace_s: float
+    stop_signals: tuple[int, ...] = Settings.stop_signals  # that the launcher ends its ranks for
     ended_s: float | None = None
     exit_code: int | None = None
     slurm_job: str | None = None  # number of the Slurm job that the launcher runs in
@@ -98,6 +100,7 @@ def registered(plan: JobPlan, warn: Callable[[str], None]) -> Iterator[Registrat
         cwd=plan.cwd,
         run_folder=str(Path(plan.cwd, plan.run_folder)),
         grace_s=plan.grace_s,
+        stop_signals=plan.stop_signals,
         slurm_job=os.environ.get(env.SLURM_JOB_ID.name),
         run_id=plan.run_id,
     )
@@ -191,6 +194,19 @@ def process_identity(pid: int) -> str | None:
     return None
 
 
+def ask_to_end(entry: JobEntry) -> bool:
+    """Send the job's launcher a signal for which it ends its ranks; False when that process has gone.
+
+    A stopped one (Ctrl-Z) is continued: it would keep the signal until then. Raises: LauncherError.
+    """
+    # SIGTERM if it is one of them; SIGHUP last, which nohup has a launcher ignore.
+    by_use = sorted(entry.stop_signals, key=lambda number: (number != signal.SIGTERM, number == signal.SIGHUP))
+    if not send_signal(entry, by_use[0] if by_use else signal.SIGTERM):
+        return False
+    send_signal(entry, signal.SIGCONT)
+    return True
+
+
 def send_signal(entry: JobEntry, number: int) -> bool:
     """Send a signal to the job's launcher; False when that process has gone.
 
@@ -254,6 +270,8 @@ def _read(path: Path) -> JobEntry | None:
 
 def _is_sound(entry: JobEntry) -> bool:
     """Return whether what is computed with is of the right type: a file may have been edited. Raises: TypeError."""
+    if not all(isinstance(number, int) and 0 < number < signal.NSIG for number in entry.stop_signals):
+        return False
     numbers = (entry.pid, entry.started_s, entry.grace_s, entry.ended_s or 0.0)
     if not all(0 <= number < _BEYOND_NUMBERS for number in numbers):  # nan is not either
         return False

@@ -7,15 +7,20 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from harness import scripts
 from harness.launch.command import DEADLINE_S, ROOT, Launch, Result, run_launch, wait_until, wait_until_gone
+from harness.launch.fake_job import FakeJob
 from harness.launch.sshd import LoopbackSshd
 from harness.ports import free_port
 
+from launcher.base.errors import UsageError
 from launcher.base.processes import members_of_job
+from launcher.cli.commands.jobs import logs, ps
 
 COUNT = "import sys, time\nfor i in range(int(sys.argv[1])): print('line', i, flush=True); time.sleep(0.1)\n"
 
@@ -75,6 +80,33 @@ def test_kill_ends_a_job_gently_and_says_so(tmp_path: Path) -> None:
     again = launch(tmp_path, "kill", job.job_id)
     assert again.code == 0
     assert "had ended already (exit code 143); nothing was left" in again.out
+
+
+@pytest.mark.parametrize("handled", ["INT", ""])
+def test_kill_says_that_a_job_has_ended_when_its_ranks_have(tmp_path: Path, handled: str) -> None:
+    text = """
+        import signal, sys, time
+        signal.signal(signal.SIGTERM, lambda *_: (time.sleep(1), sys.exit(0)))
+        print("READY", flush=True)
+        time.sleep(600)
+    """
+    job = Launch(tmp_path, "--signals-to-handle", handled, scripts.write(tmp_path, text))
+    wait_until(lambda: "READY" in job.out, "the rank")
+    result = launch(tmp_path, "kill", job.job_id)
+    assert not members_of_job(job.job_id)
+    assert result.code == 0, result.err
+    assert result.out.startswith(f"{job.job_id} has ended (")
+    assert job.wait().code == (128 + signal.SIGINT if handled else -signal.SIGTERM)
+
+
+def test_kill_ends_a_job_whose_launcher_is_stopped(tmp_path: Path) -> None:
+    job = Launch(tmp_path, scripts.write(tmp_path, "import time; print('READY', flush=True); time.sleep(600)"))
+    wait_until(lambda: "READY" in job.out, "the rank")
+    job.signal(signal.SIGSTOP)
+    result = launch(tmp_path, "kill", job.job_id)
+    job.signal(signal.SIGCONT)
+    assert result.code == 0, result.err
+    assert job.wait().code == 143
 
 
 def test_kill_takes_the_name_that_the_launchers_of_all_nodes_have_in_common(tmp_path: Path) -> None:
@@ -163,6 +195,19 @@ def test_following_ends_with_the_machine_of_the_job(tmp_path: Path) -> None:
     path.write_text(json.dumps(json.loads(path.read_text()) | {"machine": "node-z", "ended_s": None}))
     os.utime(path, (1000.0, 1000.0))
     assert launch(tmp_path, "logs", "--follow", job_id).out == "[0] all\n"
+
+
+def test_a_job_that_is_lost_today_is_shown_and_logs_elsewhere_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    job = FakeJob(tmp_path, 1)
+    job.register(process="of another boot", started_s=time.time() - 3 * 24 * 3600)
+    shown = CliRunner().invoke(ps, ["--json"])
+    assert [entry["state"] for entry in json.loads(shown.output)] == ["lost"]
+    job.register(machine="node-z", run_folder=str(tmp_path / "not-here"))
+    with pytest.raises(UsageError, match="the run folder of calm-otter-4f2a is not here; it is on node-z"):
+        CliRunner().invoke(logs, [job.job_id], catch_exceptions=False)
 
 
 def test_dry_runs_leave_no_entry(tmp_path: Path) -> None:

@@ -33,7 +33,15 @@ from launcher.fleet.signals import NATIVE_STACKS_SIGNAL, STACKS_SIGNAL
 from launcher.journal.live import JobView
 from launcher.plan.plan import DEFAULT_LEASE_S
 from launcher.registry.log_reader import LogReader
-from launcher.registry.registry import JobEntry, all_jobs, find_job, process_identity, send_signal
+from launcher.registry.registry import (
+    JobEntry,
+    all_jobs,
+    ask_to_end,
+    find_job,
+    latest,
+    process_identity,
+    send_signal,
+)
 
 _POLL_S = 0.1
 _TELL_AFTER_S = 2.0
@@ -88,7 +96,7 @@ def ps(as_json: bool) -> None:
     over = [
         (entry, state)
         for entry, state in states
-        if state in ("ended", "lost") and date.fromtimestamp(entry.ended_s or entry.started_s) == today
+        if state in ("ended", "lost") and date.fromtimestamp(entry.ended_s or entry.touched_s) == today
     ]
     views = ProgressOfJobs().look([entry for entry, _ in running])
     if as_json:
@@ -137,6 +145,9 @@ def _row(entry: JobEntry, state: str, view: JobView | None) -> tuple[str, ...]:
 def logs(job: str, rank: int | None, follow: bool, num_lines: int | None) -> None:
     """Show what the ranks of JOB wrote. JOB is an id of `launch ps`, or the beginning of one."""
     entry = find_job(job)
+    if not entry.is_here and not Path(entry.run_folder).is_dir():
+        hint = f"it is on {entry.machine}"
+        raise UsageError(f"the run folder of {entry.job_id} is not here", where=entry.run_folder, hint=hint)
     reader = LogReader(entry.run_folder, rank, num_lines)
     lines = MixedLines()
     while True:
@@ -193,18 +204,23 @@ def end_job(entry: JobEntry, *, now: bool = False, wait: Callable[[str], object]
             hint=f"{by_slurm}on {entry.machine}: launch kill {entry.job_id}",
         )
     start_s = time.monotonic()
-    if entry.ended_s is None and send_signal(entry, signal.SIGTERM) and _has_gone(entry, now, wait):
+    if entry.ended_s is None and ask_to_end(entry) and _has_gone(entry, now, wait):
         return f"{entry.job_id} has ended ({format_duration(time.monotonic() - start_s)})"
     return _sweep(entry)
 
 
 def _has_gone(entry: JobEntry, now: bool, wait: Callable[[str], object]) -> bool:
-    """Wait for the launcher's end; with `now` it is reminded until it kills, and at last killed itself: False then."""
+    """Wait for the end of the launcher and of what it leaves here; return whether no sweep is needed.
+
+    With `now` the launcher is reminded until it kills, and at last killed itself: False then.
+    """
     start_s = time.monotonic()
     repeat_at_s = start_s + _REPEAT_S
     tell_at_s = start_s + _TELL_AFTER_S
     give_up_at_s = start_s + timeouts().kill_command_s + (0.0 if now else entry.grace_s)
-    while process_identity(entry.pid) == entry.process:
+    while (has_launcher := process_identity(entry.pid) == entry.process) or _leaves_ranks(entry):
+        if now and not has_launcher:
+            return False
         now_s = time.monotonic()
         if now_s > give_up_at_s:
             if now:
@@ -214,12 +230,17 @@ def _has_gone(entry: JobEntry, now: bool, wait: Callable[[str], object]) -> bool
             raise LauncherError(f"it has not ended after {now_s - start_s:.0f} s", where=entry.job_id, hint=hint)
         if now and now_s > repeat_at_s:
             repeat_at_s = now_s + _REPEAT_S
-            send_signal(entry, signal.SIGTERM)
+            ask_to_end(entry)
         if now_s > tell_at_s:
             tell_at_s = float("inf")
             wait(f"the end of {entry.job_id} (pid {entry.pid})")
         time.sleep(_POLL_S)
     return True
+
+
+def _leaves_ranks(entry: JobEntry) -> bool:
+    """Whether a launcher ended without a word, such as by a signal it does not handle: agents keep the grace then."""
+    return latest(entry).ended_s is None and bool(members_of_job(entry.job_id))
 
 
 def _sweep(entry: JobEntry) -> str:
