@@ -270,6 +270,8 @@ def _master_addr(
                 f'{named("master_addr")} "{request.master_addr}" is not the name or address of a host',
                 hint=f"such as node-a, 10.0.0.7 or fe80::1%eth0; a port is for {named('master_port')}",
             )
+        if is_loopback(request.master_addr):
+            _check_reaches_itself(request.master_addr, placement, kinds, address_of)
         return request.master_addr
     if placement.num_nodes == 1 or set(kinds.values()) == {"local"}:
         return "127.0.0.1"
@@ -289,6 +291,26 @@ def _master_addr(
             hint=f"give node 0's address in the network of the hosts with {named('master_addr')}",
         )
     return address
+
+
+def _check_reaches_itself(
+    address: str, placement: Placement, kinds: dict[int, str], address_of: Callable[[Host], str]
+) -> None:
+    """Check that hosts which meet at a loopback address are one machine, as far as their names tell.
+
+    Raises: UsageError, and what `address_of` raises.
+    """
+    if placement.num_nodes == 1:
+        return
+    for node in placement.nodes:
+        name = node.host.name
+        is_far = kinds[node.node_rank] == "ssh" and not (is_local(name) or is_loopback(name))
+        if is_far and not is_loopback(address_of(node.host)):
+            raise UsageError(
+                f"{address} leads every host to itself, and {name} is another machine",
+                where=named("master_addr"),
+                hint="give node 0's address in the network of the hosts, or leave it out",
+            )
 
 
 class Job:

@@ -146,6 +146,11 @@ class Request(Settings):
             raise UsageError(f"{named('min_nodes')} goes with {needed}", hint=f"add {needed} N")
         if self.standalone and (self.hostfile is not None or self.runs_one_node):
             raise UsageError(f"{named('standalone')} is for this machine alone", hint="leave it or the other hosts out")
+        if self.num_gpus == "cpu" and self.has_hosts:
+            raise UsageError(
+                f"{named('num_gpus')} cpu counts the cores of this machine, and each host has its own",
+                hint=f"give {named('num_gpus')} N, or leave it out: the hosts have slots",
+            )
         nodes, option = self.num_nodes or NodeRange(1, 1), named("num_nodes")
         hostfile, node_rank = named("hostfile"), named("node_rank")
         if self.on_oom == LADDER and self.runs_one_node and (self.hostfile is not None or nodes.most > 1):

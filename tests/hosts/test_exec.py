@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 
 import pytest
-from harness.launch.command import ROOT, Launch, nap, run_launch, wait_until
+from harness.launch.command import ROOT, Launch, nap, run_here, run_launch, wait_until
 from harness.launch.sshd import LoopbackSshd
 
 from launcher.cli.commands.exec import ExecDisplay, show_results
@@ -114,6 +114,13 @@ def test_what_befell_many_hosts_is_told_once(tmp_path: Path) -> None:
     assert "@HOST port 1\n" in result.err
     assert "@127.0.0.5 port 2\n" in result.err
     assert result.err.count("connection refused") == 2
+
+
+def test_an_interpreter_that_nothing_would_use_is_refused(tmp_path: Path) -> None:
+    result = run_here(tmp_path, "exec", "--remote-python", "/opt/python", "true")
+    assert result.code == 2
+    assert "--remote-python has no effect" in result.err
+    assert "add --supervise" in result.err
 
 
 def test_hosts_without_a_hostfile_are_refused(tmp_path: Path) -> None:

@@ -29,8 +29,10 @@ def on_hosts(sshd: LoopbackSshd, folder: Path, num_hosts: int = 2) -> list[str]:
 
 
 @pytest.mark.cluster
-def test_no_python_is_needed_on_a_host(sshd: LoopbackSshd, tmp_path: Path) -> None:
-    result = run_launch(tmp_path, "exec", *on_hosts(sshd, tmp_path), "--remote_python", "/no/such/python", "echo", "hi")
+def test_no_python_is_needed_on_a_host(tmp_path: Path) -> None:
+    refuse = 'case "$SSH_ORIGINAL_COMMAND" in *python*) exit 127;; *) eval "$SSH_ORIGINAL_COMMAND";; esac'
+    with LoopbackSshd(tmp_path / "server", settings=f"ForceCommand {refuse}\n") as sshd:
+        result = run_launch(tmp_path, "exec", *on_hosts(sshd, tmp_path), "echo", "hi")
     assert (result.out_of_hosts, result.said, result.code) == ({"127.0.0.1": "hi\n", "127.0.0.2": "hi\n"}, "", 0)
 
 

@@ -35,6 +35,21 @@ def test_a_master_address_may_be_of_any_kind(address: str) -> None:
     assert planned(Request(command=SCRIPT, master_addr=address), machine(0), OTHERS).master_addr == address
 
 
+def test_hosts_do_not_meet_at_a_loopback_address_unless_they_are_one_machine() -> None:
+    request = Request(command=SCRIPT, hostfile="hosts", master_addr="localhost")
+    with pytest.raises(UsageError, match="--master-addr: localhost leads every host to itself, and node-a is another"):
+        planned(request, machine(0), OTHERS)
+    for names in (["node-a"], ["127.0.0.2", "localhost"]):
+        hosts = Cluster(tuple(Host(name, (0,)) for name in names))
+        assert planned(request, machine(0), hosts).master_addr == "localhost"
+
+
+def test_cores_of_this_machine_are_not_counted_for_hosts() -> None:
+    for hosts in ({"hostfile": "hosts"}, {"in_slurm": True}):
+        with pytest.raises(UsageError, match="--num-gpus cpu counts the cores of this machine"):
+            Request(command=SCRIPT, num_gpus="cpu", **hosts)  # type: ignore[arg-type]
+
+
 def test_settings_reach_the_plan_by_their_names() -> None:
     request = Request(command=SCRIPT, grace_s=7.0, bound_cores=(3, 4), engine="builtin", max_restarts=2)
     plan = planned(request, machine(0))

@@ -78,6 +78,10 @@ def exec_command(
     words = (command, *arguments) if is_bare else ("program", command, *arguments)
     if command.startswith("-"):
         raise UsageError(f'COMMAND "{command}" begins with "-"', hint=f"give its whole path, or ./{command}")
+    if is_bare and values["remote_python"] is not None:
+        raise UsageError(
+            "--remote-python has no effect: COMMAND runs without Python", hint="leave it out, or add --supervise"
+        )
     cluster = options.cluster()
     cwd = working_folder()
     tasks = [Task(host, words, cwd) for host in cluster.hosts]
