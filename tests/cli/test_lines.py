@@ -61,6 +61,16 @@ def test_an_unfinished_line_on_a_terminal_is_replaced_by_the_whole_one() -> None
     assert lines.feed(0, b"[0] ", b"\n") == b"[0] Loading the model, which is long\n"
 
 
+def test_a_bar_on_a_terminal_makes_room_for_the_line_of_another_rank() -> None:
+    for lines, clear in ((MixedLines(lambda: 80), b"\x1b[K"), (MixedLines(), b"")):
+        assert lines.feed(0, b"[0] ", b"10% of all\r") + lines.settle(LATER_S) == b"[0] 10% of all\r"
+        assert lines.feed(0, b"[0] ", b"20% of all\r") + lines.settle(LATER_S) == b"[0] 20% of all\r"
+        assert lines.feed(1, b"[1] ", b"hi\n") == clear + b"[1] hi\n"
+        assert lines.feed(0, b"[0] ", b"30%\r") + lines.settle(LATER_S) == b"[0] 30%\r"
+        assert lines.interrupt() == clear
+        assert lines.interrupt() == b""
+
+
 def test_unfinished_lines_stay_out_of_pipes_and_files() -> None:
     lines = MixedLines()
     lines.feed(0, b"[0] ", b"Loading")

@@ -17,6 +17,7 @@ from harness.launch.command import ROOT, Launch, nap, run_here, run_launch, runn
 from harness.launch.sshd import LoopbackSshd
 
 from launcher.cli.main import cli
+from launcher.cli.options.output import OutputOptions
 
 LOOPBACK = str(ROOT / "hostfiles" / "loopback")
 
@@ -240,6 +241,14 @@ def test_the_pid_of_the_launcher_is_saved(tmp_path: Path) -> None:
     assert job.wait().code == 0
     (path,) = tmp_path.glob("runs/*/launch.pid")
     assert int(path.read_text()) == pid
+
+
+@pytest.mark.parametrize(
+    ("level", "shown"), [("debug", "warning"), ("info", "warning"), ("error", "error"), ("critical", "critical")]
+)
+def test_the_stricter_one_of_quiet_and_log_level_holds(level: str, shown: str) -> None:
+    assert OutputOptions(quiet=True, log_level=level).level == shown
+    assert OutputOptions(log_level=level).level == level
 
 
 def test_log_levels(tmp_path: Path) -> None:

@@ -83,6 +83,7 @@ class MixedLines:
         self._assemblers: dict[Hashable, LineAssembler] = {}
         self._unfinished: LineAssembler | None = None  # whose line stands unfinished on the stream
         self._has_preview = False
+        self._returned: LineAssembler | None = None  # whose part stands on the row where the cursor has gone back
 
     def feed(self, key: Hashable, prefix: bytes, data: bytes) -> bytes:
         """Return what can be shown of what `key` wrote. prefix: of its lines."""
@@ -120,8 +121,11 @@ class MixedLines:
         """Return `data` behind what ends, or clears, what stands on the stream now."""
         if assembler is not None and not data:
             return b""
-        before = CLEAR_LINE if self._has_preview else b""
+        # A longer bar would show behind a shorter line of another writer.
+        is_over_bar = self._columns is not None and self._returned not in (None, assembler)
+        before = CLEAR_LINE if self._has_preview or is_over_bar else b""
         self._has_preview = False
+        self._returned = assembler if data.endswith(b"\r") else None
         if self._unfinished is not None and self._unfinished is not assembler:
             self._unfinished.is_inside = False
             before += b"\n"

@@ -84,7 +84,7 @@ OUTPUT = (
         help="Least important messages of launch to show: debug (with the plan, and what -v shows), info, warning,"
         " error, critical. Default: info.",
     ),
-    _output("-q", "--quiet", is_flag=True, help="The same as --log-level warning."),
+    _output("-q", "--quiet", is_flag=True, help="The same as --log-level warning; a stricter one holds."),
     _output("--plain", is_flag=True, help="Show no status view on a terminal."),
     _output("--dry-run", is_flag=True, help="Print the plan and exit."),
     _output("--json", "as_json", is_flag=True, help="With --dry-run: print the plan as JSON."),
@@ -105,8 +105,8 @@ class OutputOptions:
 
     @property
     def level(self) -> str:
-        """The least important kind of message that is shown."""
-        return "warning" if self.quiet else self.log_level
+        """The least important kind of message that is shown: the stricter one of both options."""
+        return max("warning" if self.quiet else "debug", self.log_level, key=LOG_LEVELS.index)
 
     @property
     def wants_panel(self) -> bool:
