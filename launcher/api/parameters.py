@@ -159,16 +159,17 @@ class Parameters:
         """Return the hosts of `hosts`, None where the request names them. Raises: HostfileError, UsageError."""
         if self.hosts is None:
             return None
-        from launcher.cluster.hostfile import parse_hostfile
+        from launcher.cluster.hostfile import has_slots, parse_hostfile
 
-        lines = [_with_slots(line, self.num_gpus, len(here.device_tokens)) for line in self.hosts]
+        lines = [
+            line if has_slots(line) else _with_slots(line.partition("#")[0], self.num_gpus, len(here.device_tokens))
+            for line in self.hosts
+        ]
         return parse_hostfile("\n".join(lines), _LINES)
 
 
 def _with_slots(line: str, ranks: int | str | None, num_devices: int) -> str:
     """Return a line of `hosts` with the slots that it leaves out. num_devices: of this machine."""
-    if "slots" in line:
-        return line
     num_slots = num_devices if ranks is None and is_local(line.strip()) else ranks
     if not isinstance(num_slots, int) or not num_slots:
         raise UsageError(

@@ -123,6 +123,12 @@ def _parse_line(line: str) -> list[Host]:
     return [Host(name, slots, address.user, port) for name in address.names]
 
 
+def has_slots(line: str) -> bool:
+    """Return whether a line says how many slots its host has, or has no host."""
+    tokens = _tokens(line.partition("#")[0])
+    return not tokens or any(token.text == "slots" and token.value is not None for token in tokens)
+
+
 def _tokens(line: str) -> list[_Token]:
     tokens = []
     for match in _TOKEN.finditer(line):

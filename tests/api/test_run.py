@@ -23,11 +23,14 @@ from harness.launch.sshd import LoopbackSshd
 
 import launcher
 from launcher.api import pickling
+from launcher.api.parameters import Parameters
 from launcher.base.errors import HostfileError, LauncherError, TransportError, UsageError
 from launcher.base.processes import members_of_job
 from launcher.base.units import format_duration
 from launcher.cli.commands.run import run as run_command
 from launcher.cli.options.command import Option
+from launcher.plan.plan import Command
+from launcher.plan.planning import Here
 
 
 @pytest.fixture(autouse=True)
@@ -175,6 +178,7 @@ def test_a_host_that_cannot_be_reached_is_named(sshd: LoopbackSshd, folder: Path
         ({"hosts": "node-a"}, UsageError, "hosts is a list of host names"),
         ({"hosts": ["node-a"], "hostfile": "x"}, UsageError, "takes the place of hostfile"),
         ({"hosts": ["node-a"]}, UsageError, "does not say how many ranks it gets"),
+        ({"hosts": ["slots-a"]}, UsageError, '"slots-a" does not say how many ranks it gets'),
         ({"hosts": ["node-a slots=x"]}, HostfileError, 'hosts:1:.*slots is "x"'),
         ({"hosts": ["a", "b"], "ranks": 1, "include": "c"}, HostfileError, 'include=: host "c" is not in the cluster'),
         ({"hostfile": "nowhere"}, HostfileError, "hostfile cannot be read"),
@@ -194,6 +198,14 @@ def test_what_is_wrong_is_said_in_the_words_of_python_before_anything_starts(
     with pytest.raises(error, match=message):
         launcher.run(print, **values)
     assert list(folder.iterdir()) == []
+
+
+def test_hosts_get_the_slots_that_their_lines_leave_out() -> None:
+    lines = ["slots-a", "b # slots=4", "# none", "c slots = 3", ""]
+    parameters = Parameters(command=Command("script", "t.py", ()), num_gpus=2, hosts=lines)
+    cluster = parameters.given_hosts(Here({}, "/", (), 1))
+    assert cluster is not None
+    assert [(host.name, len(host.slots)) for host in cluster.hosts] == [("slots-a", 2), ("b", 2), ("c", 3)]
 
 
 def test_options_are_of_the_values_that_there_are() -> None:
