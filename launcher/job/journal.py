@@ -12,6 +12,7 @@ import math
 import os
 import platform
 import re
+import signal
 import subprocess
 import sys
 import threading
@@ -49,6 +50,9 @@ class RunJournal:
         self._interval_s = max(_PROGRESS_INTERVAL_S, plan.placement.world_size / _RANKS_A_SECOND)
         self._on_record: Callable[[dict[str, Any]], object] = lambda record: None
         self._on_rank: Callable[[int, bytes], object] = lambda rank, data: None
+        self._git_lock = threading.Lock()
+        self._git: subprocess.Popen[str] | None = None
+        self._is_closed = False
 
     def begin(self) -> None:
         """Write the head: what this run is, and soon after it, from another thread, the environment."""
@@ -130,7 +134,11 @@ class RunJournal:
         self._on_rank(rank, data)
 
     def close(self) -> None:
-        """Close the files, later."""
+        """Close the files, later. A `git` that still looks at a large folder ends now: the job is over."""
+        with self._git_lock:
+            self._is_closed = True
+            if self._git is not None:
+                self._git.kill()
 
         def close() -> None:
             for log in self._logs.values():
@@ -155,8 +163,32 @@ class RunJournal:
     # ---- on a thread of its own ----
 
     def _add_environment(self) -> None:
-        code = _code_of(self._plan.cwd, self._plan.command.target)
+        code = _code_of(self._plan.cwd, self._plan.command.target, self._run_git)
         self.add("environment", packages=_packages(), python=platform.python_version(), code=code)
+
+    def _run_git(self, *arguments: str) -> tuple[int, str]:
+        """Return exit code and output of a `git` in the job's folder; -SIGKILL where `close` came first.
+
+        Raises: OSError, subprocess.TimeoutExpired.
+        """
+        with self._git_lock:
+            if self._is_closed:
+                return -signal.SIGKILL, ""
+            git = self._git = subprocess.Popen(
+                ["git", "-C", self._plan.cwd, *arguments],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # it may not keep the user's own git from its index
+                text=True,
+            )
+        with git:
+            try:
+                out, _ = git.communicate(timeout=_GIT_TIMEOUT_S)
+            except subprocess.TimeoutExpired:
+                git.kill()
+                raise
+        return git.returncode, out
 
 
 def _packages() -> dict[str, str]:
@@ -171,7 +203,7 @@ def _packages() -> dict[str, str]:
     return dict(sorted(found.items()))
 
 
-def _code_of(cwd: str, script: str) -> dict[str, Any] | None:
+def _code_of(cwd: str, script: str, git: Callable[..., tuple[int, str]]) -> dict[str, Any] | None:
     """Return the commit of a folder and whether files differ from it, and a digest of the script; None without any."""
     found: dict[str, Any] = {}
     with contextlib.suppress(OSError, ValueError):
@@ -179,20 +211,10 @@ def _code_of(cwd: str, script: str) -> dict[str, Any] | None:
         if path.stat().st_size <= _MAX_SCRIPT_BYTES:
             found["script_sha256"] = hashlib.sha256(path.read_bytes()).hexdigest()
     with contextlib.suppress(OSError, subprocess.SubprocessError, ValueError):
-
-        def git(*arguments: str) -> subprocess.CompletedProcess[str]:
-            return subprocess.run(
-                ["git", "-C", cwd, *arguments],
-                stdin=subprocess.DEVNULL,
-                env={**os.environ, "GIT_OPTIONAL_LOCKS": "0"},  # it may not keep the user's own git from its index
-                capture_output=True,
-                text=True,
-                timeout=_GIT_TIMEOUT_S,
-                check=False,
-            )
-
-        commit = git("rev-parse", "HEAD")
-        if commit.returncode == 0:
-            found["commit"] = commit.stdout.strip()
-            found["is_changed"] = git("diff", "--quiet", "HEAD").returncode != 0
+        exit_code, commit = git("rev-parse", "HEAD")
+        if exit_code == 0:
+            found["commit"] = commit.strip()
+            exit_code, _ = git("diff", "--quiet", "HEAD")
+            if exit_code >= 0:  # else `close` has ended it
+                found["is_changed"] = exit_code != 0
     return found or None

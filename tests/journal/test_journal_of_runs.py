@@ -157,3 +157,14 @@ def test_after_a_kill_the_journal_is_readable_to_its_last_whole_line(tmp_path: P
         assert len(steps) > (100 if rank == 1 else 0)
         data = start.ranks[rank].path.read_bytes()
         assert all(json.loads(line) for line in data.split(b"\n")[:-1])
+
+
+def test_a_git_that_still_looks_at_the_folder_ends_with_the_job(tmp_path: Path) -> None:
+    git = scripts.write(
+        tmp_path, f"#!/bin/sh\necho $$ > {tmp_path}/new\nmv {tmp_path}/new {tmp_path}/pid\nexec sleep 60\n", "git"
+    )
+    git.chmod(0o755)
+    script = scripts.write(tmp_path, "import os, time\nwhile not os.path.exists('pid'): time.sleep(0.02)\n")
+    result = run_launch(tmp_path, script, env={"PATH": f"{tmp_path}:{os.environ['PATH']}"})
+    assert result.code == 0, result.err
+    wait_until(lambda: not Path("/proc", (tmp_path / "pid").read_text().strip()).exists(), "the end of git")
