@@ -17,8 +17,9 @@ if not __package__:
 def main() -> None:
     """Load and run the command line; Ctrl-C while it loads is not an error to be shown, and a notice then is kept."""
     try:
-        from launcher.base.signals import hold_notices, leave_at_interrupt
+        from launcher.base.signals import hear_of_children, hold_notices, leave_at_interrupt
 
+        hear_of_children()
         leave_at_interrupt()
         hold_notices()
         from launcher.cli.main import main as run

@@ -16,7 +16,7 @@ import sys
 from launcher.agent import scratch
 from launcher.agent.supervisor import Supervisor
 from launcher.base.processes import adopt_orphans, end_orphans
-from launcher.base.signals import NOTICE_SIGNAL
+from launcher.base.signals import NOTICE_SIGNAL, hear_of_children
 from launcher.base.timeouts import timeouts
 
 _LOOK_INTERVAL_S = 0.5  # of the guard, while its agent is stopped
@@ -26,6 +26,7 @@ _BLOCKED = (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, NOTICE
 
 def main() -> int:
     """Fork the agent and guard it, until nothing of it is left. Returns the exit status, in both processes."""
+    hear_of_children()
     launcher_pid = os.getppid()
     lifeline, held = os.pipe()
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, _BLOCKED)

@@ -19,6 +19,7 @@ import threading
 from launcher.agent.main import clean_up_after, serve
 from launcher.base import env
 from launcher.base.processes import adopt_orphans
+from launcher.base.signals import hear_of_children
 from launcher.base.timeouts import timeouts
 from launcher.slurm.framing import ALL, BEAT, DATA, END, LineReader, encode_lines
 
@@ -106,6 +107,7 @@ class Relay:
 
 def main() -> int:
     """Start the agent as a child and serve it. Returns the exit status of the process."""
+    hear_of_children()
     command_read, command_write = os.pipe()
     output_read, output_write = os.pipe()
     adopt_orphans()  # for this agent the relay is the guard

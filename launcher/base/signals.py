@@ -25,6 +25,15 @@ def hold_notices() -> None:
     signal.signal(NOTICE_SIGNAL, lambda number, _frame: _held.append(number))
 
 
+def hear_of_children() -> None:
+    """Give SIGCHLD its default action, first of all. Main thread only.
+
+    A parent that ignores it passes that on over exec, and the kernel keeps the ends of children from us then: we would
+    wait for them for ever.
+    """
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+
+
 def term_is_notice() -> bool:
     """Whether the first SIGTERM is a notice: Slurm, as it comes, gives no other before it takes the nodes away."""
     return os.environ.get(env.TERM_IS_NOTICE.name) == "1"

@@ -57,6 +57,18 @@ def agent() -> Iterator[Agent]:
         started.process.kill()
 
 
+def test_an_agent_whose_parent_ignores_the_ends_of_children_ends(tmp_path: Path) -> None:
+    handler = signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # which exec keeps
+    try:
+        started = Agent()
+    finally:
+        signal.signal(signal.SIGCHLD, handler)
+    with started.process:
+        started.send(spawn(scripts.write(tmp_path, "raise SystemExit(3)")))
+        ends = [message.status for message in started.receive_all() if isinstance(message, Exited)]
+        assert (ends, started.process.wait(DEADLINE_S)) == ([3], 0)
+
+
 def test_a_start_that_takes_longer_than_the_lease_ends_nothing(agent: Agent, tmp_path: Path) -> None:
     """Each started rank is reported at once, so the launcher hears from the host; its own silence does not count."""
     job = spawn(scripts.write(tmp_path, "import time; time.sleep(600)"), ranks=150, lease_s=0.2, grace_s=0.0)

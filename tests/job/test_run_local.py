@@ -6,12 +6,13 @@ import json
 import os
 import re
 import signal
+import sys
 import tempfile
 from pathlib import Path
 
 import pytest
 from harness import scripts
-from harness.launch.command import Launch, run_launch, slowness, wait_until, wait_until_gone
+from harness.launch.command import ROOT, Launch, run_launch, slowness, wait_until, wait_until_gone
 
 from launcher.base.processes import descendants, members_of_job
 from launcher.cluster.devices import all_devices
@@ -50,6 +51,14 @@ def test_every_rank_gets_its_environment(tmp_path: Path) -> None:
         assert values(result.out, rank, "CWD") == str(tmp_path)
     assert len(ports) == 1
     assert 1024 < int(ports.pop()) < 65536
+
+
+def test_a_parent_that_ignores_the_ends_of_children_does_not_matter(tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "import signal; print('DEFAULT', signal.getsignal(signal.SIGCHLD) == 0)")
+    ignoring = "import os, signal as s, sys; s.signal(s.SIGCHLD, s.SIG_IGN); os.execv(sys.argv[1], sys.argv[1:])"
+    launch = (sys.executable, ROOT / "launcher" / "__main__.py")
+    result = Launch(tmp_path, "--num-gpus", "1", script, program=("-c", ignoring, *launch)).wait()
+    assert (result.code, "DEFAULT True" in result.out) == (0, True), result.err
 
 
 def test_two_jobs_at_once_get_different_ports(tmp_path: Path) -> None:
