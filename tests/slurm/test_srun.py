@@ -130,6 +130,39 @@ def test_the_guard_goes_with_srun(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     wait_until(lambda: is_group_empty(leader), "the end of the guard")
 
 
+def test_a_step_ends_where_the_ends_of_children_are_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = """
+import os, signal
+signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # which exec keeps
+words = sys.argv[sys.argv.index("--chdir=/") + 1 :]
+os.execv(words[0], words)
+"""
+    monkeypatch.setenv("SLURMD_NODENAME", "n1")
+    (channel,) = play(tmp_path, monkeypatch, body, nodes=1)
+    channel.close_stdin()
+    while channel.read(1 << 16):
+        pass
+    assert channel.wait(DEADLINE_S) == 0, channel.stderr_tail()
+    channel.close()
+
+
+def test_srun_does_not_get_the_options_of_the_job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names = ("SLURM_CPUS_PER_TASK", "SLURM_EXACT", "SRUN_CPUS_PER_TASK")
+    for name in names:
+        monkeypatch.setenv(name, "1")
+    body = f"""
+import os
+from launcher.slurm.framing import DATA, END, encode_lines
+got = [name for name in {names!r} if name in os.environ]
+sys.stdout.buffer.write(encode_lines("n1", DATA, repr(got).encode()))
+sys.stdout.flush()
+sys.stdin.read()
+"""
+    (channel,) = play(tmp_path, monkeypatch, body, nodes=1)
+    assert channel.read(100) == b"[]"
+    channel.close()
+
+
 def test_writing_waits_for_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What srun does not take is kept, in order, and no writer waits for it."""
     body = f"""
