@@ -38,7 +38,8 @@ _SETUP = (
     "< /dev/null > /dev/null 2>&1 & echo $!); "
     f"trap 'kill -9 $_launch_watch 2> /dev/null; echo \"{SETUP_FAILED}\" >&2' 0; "
     # Not `eval ... || exit`: there a `set -e` of the setup would have no effect.
-    'eval "$_launch_setup"; _launch_code=$?; test $_launch_code = 0 || exit $_launch_code; '
+    # Its stdout is the agent's, where nothing else may stand: what it leaves in the background may print at any time.
+    '{ eval "$_launch_setup"; } >&2; _launch_code=$?; test $_launch_code = 0 || exit $_launch_code; '
     'trap - 0; kill -9 $_launch_watch 2> /dev/null || :; eval "$_launch_command"'
 )
 _SITE_FOLDERS = ("site-packages", "dist-packages")

@@ -58,7 +58,7 @@ def test_setup_runs_on_this_machine_too(tmp_path: Path, lines: str | None) -> No
     script = scripts.write(tmp_path, "import os; print('GOT', os.environ['FROM_VENV'], os.environ['FROM_SETUP'])")
     (tmp_path / "hosts").write_text(lines or "")
     hosts = ("--hostfile", "hosts") if lines else ()
-    setup = ("--venv-script", "./venv.sh", "--setup", "export FROM_SETUP=2")
+    setup = ("--venv-script", "venv.sh", "--setup", "export FROM_SETUP=2")
     result = run_launch(tmp_path, *hosts, *setup, script)
     assert (result.code, result.out.count("GOT 1 2")) == (0, 2 if lines else 1), result.err
     planned = run_here(tmp_path, *hosts, *setup, "--dry-run", script)
@@ -100,6 +100,26 @@ def test_what_a_setup_runs_in_the_background_ends_with_the_ranks(
     result = run_launch(tmp_path, *hosts, "--setup", f"{' '.join(words)} & export JOB=$!", script)
     assert (result.code, result.out.count("IT RUNS")) == (0, 1 + is_remote), result.err
     assert not running(*words)
+
+
+@pytest.mark.parametrize("is_remote", [False, True], ids=["here", "ssh"])
+def test_what_a_setup_prints_while_the_ranks_run_harms_nothing(
+    sshd: LoopbackSshd, tmp_path: Path, is_remote: bool
+) -> None:
+    hosts = ("--hostfile", LOOPBACK, "--ssh_config", str(sshd.ssh_config)) if is_remote else ("--num-gpus", "1")
+    setup = f"cd {tmp_path}; (until test -e go; do sleep 0.02; done; echo tunnel is up; mkdir said.$$) &"
+    script = scripts.write(
+        tmp_path,
+        f"""
+        import glob, os, time
+        open("go", "w").close()
+        while len(glob.glob("said.*")) < {1 + is_remote}:
+            time.sleep(0.02)
+        print("OUT")
+        """,
+    )
+    result = run_launch(tmp_path, *hosts, "--setup", setup, script)
+    assert (result.code, result.out.count("OUT"), "tunnel" in result.out) == (0, 1 + is_remote, False), result.err
 
 
 @pytest.mark.parametrize(

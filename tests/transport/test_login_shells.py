@@ -43,6 +43,12 @@ def test_words_reach_the_program_as_they_are(shell: str, tmp_path: Path) -> None
     assert "/no/such/python" in missing.stderr
 
 
+@pytest.mark.parametrize("shell", SHELLS)
+def test_a_setup_prints_to_stderr_and_keeps_what_it_sets(shell: str) -> None:
+    done = run(shell, with_setup("set_a() { A=$1; export A; }; set_a x; echo said", SHOW), shell)
+    assert (json.loads(done.stdout), done.stderr) == (["x", []], "said\n")
+
+
 @pytest.mark.parametrize(
     ("login_shell", "runs_it"), [("/bin/bash", "bash"), ("/usr/bin/tcsh", "sh"), ("/x/fish", "sh")]
 )

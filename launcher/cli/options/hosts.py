@@ -98,7 +98,10 @@ REACHING = (
 
 def ssh_options(values: Mapping[str, Any]) -> SshOptions:
     """Return what the values of these options, by name, say about SSH."""
-    source = [f". {shlex.quote(values['venv_script'])}"] if values["venv_script"] else []
+    script = values["venv_script"] or ""
+    if "/" not in script:  # a POSIX shell would look for it in PATH
+        script = f"./{script}"
+    source = [f". {shlex.quote(script)}"] if values["venv_script"] else []
     setup = " && ".join([*source, *([values["setup"]] if values["setup"] else [])])
     return filled(SshOptions, {**values, "setup": setup})
 
