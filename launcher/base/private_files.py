@@ -43,8 +43,11 @@ def write_private(path: str | os.PathLike[str], data: bytes, *, is_durable: bool
 
 
 def create_private(path: str | os.PathLike[str], folder_fd: int | None = None) -> int:
-    """Create a file that does not exist yet, mode 0600, and return its descriptor. Raises: OSError."""
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    """Create a file that does not exist yet, mode 0600, and return its descriptor to append to. Raises: OSError.
+
+    Where others truncate it while it is written, no hole of zeros follows: that is how a log is emptied.
+    """
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     return os.open(path, flags, 0o600, dir_fd=folder_fd)
 
 

@@ -42,6 +42,8 @@ class LogReader:
                 if path not in self._offsets:
                     tail_wanted = self._is_first and self._num_lines is not None
                     self._offsets[path] = _start_of_last_lines(path, self._num_lines or 0) if tail_wanted else 0
+                elif file.seek(0, 2) < self._offsets[path]:  # it was truncated: what is there now is new
+                    self._offsets[path] = 0
                 file.seek(self._offsets[path])
                 while data := file.read(_BLOCK_BYTES):
                     self._offsets[path] += len(data)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
 
+from launcher.job.logs import RankLog
 from launcher.registry import log_reader
 from launcher.registry.log_reader import LogReader
 
@@ -74,3 +76,15 @@ def test_the_last_start_counts(tmp_path: Path) -> None:
         (tmp_path / f"restart_{number}").mkdir()
         (tmp_path / f"restart_{number}" / "rank_0.log").write_text(f"{number}\n")
     assert joined(LogReader(str(tmp_path), None, None)) == {0: b"10\n"}
+
+
+def test_a_log_that_was_truncated_is_read_from_its_beginning(tmp_path: Path) -> None:
+    log = RankLog(tmp_path / "rank_0.log")
+    log.write(b"one\ntwo\n")
+    reader = LogReader(str(tmp_path), None, None)
+    assert joined(reader) == {0: b"one\ntwo\n"}
+    os.truncate(log.path, 0)
+    log.write(b"new\n")
+    assert log.path.read_bytes() == b"new\n", "no hole of zeros before it"
+    assert joined(reader) == {0: b"new\n"}
+    log.close()
