@@ -35,6 +35,7 @@ _OWN_FILES = 24  # the agent's own, and those that are open while a rank is star
 _PIPE_BYTES = 1 << 20  # what a rank can write before it waits for the agent
 _MAX_LEFT_BYTES = 4 << 20  # of a file that a rank has left
 _NUM_RECORDED = "2000"  # collectives in torch's flight recorder: its own default, since torch has one that is not 0
+_USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # with it rank 0 would wait for a store that nobody serves
 _LIBRARY = os.path.dirname(os.__file__)
 _FRAMES_OF = ("start.py", "worker.py", os.path.join("api", "rank.py"))  # lead to the user's code
 OWN_THREADS = ("launcher/compat/collectives.py", "launcher/journal/rank.py")  # of a rank
@@ -131,22 +132,34 @@ def rank_environment(
     own_rank_env = dict(rank_env)
     tokens = own_rank_env.pop(env.CUDA_VISIBLE_DEVICES.name, None)
     environment = {**os.environ, **spec.env, **own_rank_env}
+    if _USE_AGENT_STORE not in spec.env:  # torchrun's, around `launch`
+        environment.pop(_USE_AGENT_STORE, None)
+    if not _is_folder(environment.get("PWD"), spec.cwd):  # over SSH the agent was started elsewhere
+        environment["PWD"] = spec.cwd
     # Without a GPU slots are numbers of ranks. What this process was given counts without device files, too.
     has_devices = bool(_devices_here().tokens or environment.get(env.CUDA_VISIBLE_DEVICES.name))
     if tokens == "" or (tokens and has_devices):  # in the variable of this host's vendor, and in no other
         environment.pop(env.CUDA_VISIBLE_DEVICES.name, None)
         environment |= rank_devices(tokens, int(rank_env.get(env.LOCAL_RANK.name, "0")), _devices_here())
-    if cores is not None:
-        environment[env.OMP_NUM_THREADS.name] = str(len(cores))
-    elif env.OMP_NUM_THREADS.name not in environment:
+    if env.OMP_NUM_THREADS.name not in environment:
         # Without it every rank would start a thread per core of the whole machine.
-        num_threads = max(1, len(os.sched_getaffinity(0)) // len(spec.rank_envs))
+        num_shared = len(os.sched_getaffinity(0)) // len(spec.rank_envs)
+        num_threads = max(1, num_shared if cores is None else len(cores))
         environment[env.OMP_NUM_THREADS.name] = str(num_threads)
     if env.NCCL_BUFFER_SIZE.name not in environment:
         environment.setdefault(env.FR_BUFFER_SIZE.name, _NUM_RECORDED)
     environment[env.JOB_ID.name] = spec.job_id
     environment["PYTHONUNBUFFERED"] = "1"
     return environment | own
+
+
+def _is_folder(path: str | None, folder: str) -> bool:
+    """Whether a path, maybe through links, leads to `folder`."""
+    if path is None or path == folder:
+        return path is not None
+    with contextlib.suppress(OSError):
+        return os.path.samefile(path, folder)
+    return False
 
 
 def spawn_rank(
