@@ -57,11 +57,12 @@ def main() -> None:
     _keep_journal()
     update_progress(phase="")  # python has started; what the script does, it may say itself
     _dump_stacks()
-    preemption.listen()
     kind, target = sys.argv[1:3]
+    has_agent = env.ARGUMENTS_FD.name in os.environ
     sys.argv[:] = [target, *_take_arguments()]
     if kind == "program":
-        _exec_program(target)
+        _exec_program(target, has_agent=has_agent)
+    preemption.listen()
     _explain_missing_input()
     try:
         install()  # `import deepspeed` of the script finds the engine
@@ -202,8 +203,8 @@ def _put_first_on_path(folder: str) -> None:
         sys.path.insert(0, folder)
 
 
-def _exec_program(path: str) -> None:
-    preemption.ignore()
+def _exec_program(path: str, *, has_agent: bool) -> None:
+    preemption.leave_to_program(is_asked_for=has_agent)
     try:
         os.execvp(path, sys.argv)
     except OSError as error:  # the codes of a shell

@@ -34,7 +34,9 @@ from launcher.agent.wire import (
     Started,
     Trace,
 )
+from launcher.base.processes import handles
 from launcher.base.progress import read_counter
+from launcher.base.signals import NOTICE_SIGNAL
 from launcher.journal.trace_request import AnswerHead
 
 TYPE_CHECKING = False
@@ -87,12 +89,12 @@ class Ranks:
             rank.close()
         self._by_pid.clear()
 
-    def signal(self, number: int) -> None:
-        """Send a signal to every rank, not to its children."""
+    def notify(self) -> None:
+        """Send the notice to every rank, not to its children. A program that does not handle it would die of it."""
         for rank in self._by_pid.values():
-            if rank.status is None:  # it is not reaped, so no other process has its pid
+            if rank.status is None and (not rank.is_program or handles(rank.pid, NOTICE_SIGNAL)):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
-                    os.kill(rank.pid, number)
+                    os.kill(rank.pid, NOTICE_SIGNAL)  # it is not reaped, so no other process has its pid
 
     # ---- output ----
 

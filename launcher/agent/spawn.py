@@ -71,6 +71,7 @@ class RankProcess:
         self.trace_file = files[env.TRACE_FILE.name]
         self.crash_file, self.num_crash_bytes = files[env.CRASH_FILE.name], 0  # that were read from it
         self.progress: RankProgress = NO_PROGRESS  # as last sent
+        self.is_program = False  # not Python, as far as is known
         self.reads_journal = False  # before the next heartbeat, too: there may be more in its pipe
         self.status: int | None = None  # exit code or minus the signal, None while it runs
         self.record: dict[str, Any] | None = None  # the error record its worker left, while it still runs perhaps
@@ -239,7 +240,9 @@ def spawn_rank(
     streams = {process.stdout.fileno(): STDOUT, process.stderr.fileno(): STDERR, **more_streams}
     for descriptor in streams:
         _make_ready(descriptor)
-    return RankProcess(number, process, streams, files, progress_fd)
+    rank = RankProcess(number, process, streams, files, progress_fd)
+    rank.is_program = kind == "program"
+    return rank
 
 
 def _make_ready(descriptor: int) -> None:

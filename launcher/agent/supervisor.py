@@ -46,7 +46,7 @@ from launcher.agent.wire import (
 )
 from launcher.base.errors import LauncherError, ProtocolError
 from launcher.base.processes import descendants, name_of, signal_descendants, sweep_job
-from launcher.base.signals import NOTICE_SIGNAL, term_is_notice
+from launcher.base.signals import term_is_notice
 from launcher.base.timeouts import timeouts
 from launcher.cluster.devices import given_devices
 
@@ -224,7 +224,7 @@ class Supervisor:
         elif isinstance(message, Trace):
             self._ranks.trace(message)
         elif isinstance(message, Notify):
-            self._ranks.signal(NOTICE_SIGNAL)
+            self._ranks.notify()
         elif isinstance(message, Sweep):
             left = sweep_job(message.job_id, scratch.agents_of(message.job_id))
             scratch.remove_left(message.job_id)

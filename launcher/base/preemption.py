@@ -121,7 +121,13 @@ def _ignore_late() -> None:
         signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
 
 
-def ignore() -> None:
-    """Ignore the notice, one that waits included: for a program that does not know it and would die of it."""
+def leave_to_program(*, is_asked_for: bool) -> None:
+    """Drop a notice that waits, and let the program that this process becomes handle the next one if it can.
+
+    is_asked_for: who sends it looks first whether the program handles it, as agents do. Else it stays ignored: a
+    program that does not know it would die of it. A shell can handle no signal that was ignored when it began.
+    """
     signal.signal(NOTICE_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [NOTICE_SIGNAL])
+    if is_asked_for:
+        signal.signal(NOTICE_SIGNAL, signal.SIG_DFL)

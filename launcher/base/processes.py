@@ -76,6 +76,15 @@ def state_of(pid: int) -> str:
     return "" if found is None else found[1]
 
 
+def handles(pid: int, number: int) -> bool:
+    """Whether a process has a handler for a signal: SigCgt of proc(5)."""
+    with contextlib.suppress(OSError, ValueError), open(f"/proc/{pid}/status", "rb") as file:
+        for line in file:
+            if line.startswith(b"SigCgt:"):
+                return bool(int(line.split()[1], 16) & 1 << (number - 1))
+    return False
+
+
 def _all() -> Iterator[tuple[int, int, str]]:
     """Yield pid, parent and identity of every process, zombies left out."""
     for name in os.listdir("/proc"):

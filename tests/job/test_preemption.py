@@ -88,6 +88,17 @@ def test_a_program_goes_on_too(tmp_path: Path) -> None:
     assert result.out.count("DONE") == 2
 
 
+def test_a_program_that_handles_the_notice_gets_it(tmp_path: Path) -> None:
+    program = scripts.write(tmp_path, "", "program.sh")
+    program.write_text("#!/bin/sh\ntrap told=1 USR1\necho READY\nuntil test $told; do sleep 0.02; done\nexit 75\n")
+    program.chmod(0o755)
+    job = Launch(tmp_path, "--num_gpus", "2", "--no_python", program)
+    wait_until(lambda: job.out.count("READY") == 2, "the ranks")
+    job.signal(signal.SIGUSR1)
+    result = job.wait(30)
+    assert result.code == 75, result.err
+
+
 def test_a_handler_of_the_script_s_own_gets_the_notice(tmp_path: Path) -> None:
     code, out = run_and_notify(tmp_path, OWN_HANDLER)
     assert code == 0
