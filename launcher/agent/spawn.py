@@ -129,10 +129,13 @@ def check_files(num_ranks: int, *, has_call: bool = False) -> None:
 def rank_environment(
     spec: Spawn, rank_env: dict[str, str], own: dict[str, str], cores: list[int] | None
 ) -> dict[str, str]:
-    """Return the whole environment of one rank: the agent's own, the job's, the rank's, ours; later ones win."""
+    """Return the whole environment of one rank: the agent's own, the launcher's, the job's, the rank's, ours.
+
+    Later ones win, but for those of the agent that a setup has changed: they win over the launcher's.
+    """
     own_rank_env = dict(rank_env)
     tokens = own_rank_env.pop(env.CUDA_VISIBLE_DEVICES.name, None)
-    environment = {**os.environ, **spec.env, **own_rank_env}
+    environment = _environment(spec) | own_rank_env
     if _USE_AGENT_STORE not in spec.env:  # torchrun's, around `launch`
         environment.pop(_USE_AGENT_STORE, None)
     if not _is_folder(environment.get("PWD"), spec.cwd):  # over SSH the agent was started elsewhere
@@ -152,6 +155,14 @@ def rank_environment(
     environment[env.JOB_ID.name] = spec.job_id
     environment["PYTHONUNBUFFERED"] = "1"
     return environment | own
+
+
+def _environment(spec: Spawn) -> dict[str, str]:
+    """Return the variables of all ranks of this node."""
+    own = dict(os.environ)
+    changed = own.pop(env.SETUP_CHANGED.name, "").split()
+    forwarded = {name: value for name, value in spec.forwarded_env.items() if name not in changed}
+    return {**own, **forwarded, **spec.env}
 
 
 def _is_folder(path: str | None, folder: str) -> bool:
@@ -289,7 +300,7 @@ def spawn_failure(error: OSError | ValueError | LauncherError, spec: Spawn) -> S
     reason = getattr(error, "strerror", None) or str(error)
     number, filename = getattr(error, "errno", None), getattr(error, "filename", None)
     if number == errno.E2BIG:
-        variables = {**os.environ, **spec.env, **spec.rank_envs[0]}
+        variables = _environment(spec) | spec.rank_envs[0]
         name, size = max(((n, len(os.fsencode(v))) for n, v in variables.items()), key=lambda pair: pair[1])
         return SpawnFailed(
             f"environment and arguments are larger than the kernel passes on (the largest variable is {name},"

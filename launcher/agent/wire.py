@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-PROTOCOL_VERSION = 12
+PROTOCOL_VERSION = 13
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
@@ -84,6 +84,7 @@ class Spawn(Message):
     open_files: int | None = None  # soft limit of open files of each rank; None: the one the agent was started with
     progress_interval_s: float = 1.0  # between two reports of a rank's heartbeats
     has_journal: bool = True  # ranks get a pipe for it
+    forwarded_env: dict[str, str] = {}  # noqa: RUF012  # of the launcher; what a setup changed on the host counts more
 
 
 class Call(Message):

@@ -60,6 +60,11 @@ STDIN_FD = EnvVar(
     "where the agent finds the standard input of `launch`, for a job of one rank; unset before the rank starts",
     "set",
 )
+SETUP_CHANGED = EnvVar(
+    "LAUNCH_SETUP_CHANGED",
+    "names of the variables that `--setup` has changed on a host; unset before the rank starts",
+    "set",
+)
 JOURNAL_FD = EnvVar(
     "LAUNCH_JOURNAL_FD",
     "where a rank writes its journal, as PID:DESCRIPTOR: a child of the rank has none (`--no-journal`: no rank has)",

@@ -12,6 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 
+from launcher.base.env import SETUP_CHANGED
 from launcher.base.errors import Diagnostic, TransportError
 from launcher.fleet.host_link import READ_BYTES, Emit, HostLink
 from launcher.hosts.session import FOLDER_HINT, GRACE_S, HostRun
@@ -40,6 +41,10 @@ NO_GROUP = "group"
 _MAX_END_BYTES = 32  # of the line behind the last mark
 _MAX_NOISE_BYTES = 2048
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_EXPORT = b"export %(name)s=%(value)s\n"
+_EXPORT_UNLESS_CHANGED = (
+    b'case " $' + SETUP_CHANGED.name.encode() + b' " in *" %(name)s "*) ;; *) export %(name)s=%(value)s;; esac\n'
+)
 
 # `kill -NAME -GROUP` is the one form that dash, bash and busybox share; `exec --` is none of dash's.
 # ksh93 says 256 + N of a command that signal N ended, every other shell 128 + N.
@@ -69,7 +74,8 @@ fi
 ) &
 watcher=$!
 (
-%(exports)sexec 2>&4 3<&- 4>&-
+%(exports)sunset LAUNCH_SETUP_CHANGED
+exec 2>&4 3<&- 4>&-
 exec %(command)s
 )
 code=$?
@@ -89,17 +95,28 @@ def quote(text: str) -> bytes:
     return b"'" + data.replace(b"'", b"'\\''") + b"'"
 
 
-def script_for(mark: str, command: Sequence[str], cwd: str, variables: Mapping[str, str], grace_s: float) -> bytes:
+def script_for(
+    mark: str,
+    command: Sequence[str],
+    cwd: str,
+    variables: Mapping[str, str],
+    grace_s: float,
+    forwarded_env: Mapping[str, str] | None = None,
+) -> bytes:
     """Return the script that runs `command` in the folder `cwd`; its first word must not begin with "-".
 
     variables: given to the command beside the host's own; names that no shell can hold are left out.
     grace_s: between SIGTERM and SIGKILL, rounded up to whole seconds as POSIX `sleep` wants.
+    forwarded_env: given to it, too, but for what a setup has changed.
     Raises: ValueError for words that cannot be passed on.
     """
     if command[0].startswith("-"):
         raise ValueError(f"{command[0]}: a shell would take this for an option of exec")
     exports = b"".join(
-        b"export %s=%s\n" % (name.encode(), quote(value)) for name, value in variables.items() if _NAME.fullmatch(name)
+        (_EXPORT_UNLESS_CHANGED if name not in variables else _EXPORT)
+        % {b"name": name.encode(), b"value": quote(value)}
+        for name, value in {**(forwarded_env or {}), **variables}.items()
+        if _NAME.fullmatch(name)
     )
     return _SCRIPT % {
         b"mark": mark.encode(),
@@ -188,11 +205,10 @@ class ShellSession(HostLink):
     def follow(self, channel: Channel, emit: Emit) -> None:
         channel.listen_stderr(self._take_stderr)
         task = self.run.task
-        variables = {} if self.transport == "local" else forwarded(os.environ)
-        variables |= self.run.variables
+        inherited = {} if self.transport == "local" else forwarded(os.environ)
         self.run.result.started_s = time.time()
         try:
-            channel.write(script_for(self._mark, task.command, task.cwd, variables, GRACE_S))
+            channel.write(script_for(self._mark, task.command, task.cwd, self.run.variables, GRACE_S, inherited))
         except TransportError as error:  # the shell may have ended already: its status says more
             self._lost = error
         while self._stdout.end is None and (data := channel.read(READ_BYTES)):

@@ -129,10 +129,8 @@ class Node(AgentLink):
             commands=plan.command.for_ranks(self.placement.num_ranks),
             cwd=plan.cwd,
             # srun has passed on the whole environment, and a local agent inherits it.
-            env=job_variables(plan)
-            | (plan.forwarded_env if transport == "ssh" else {})
-            | plan.given_env
-            | ladder_variables(plan, os.environ),
+            forwarded_env=plan.forwarded_env if transport == "ssh" else {},
+            env=job_variables(plan) | plan.given_env | ladder_variables(plan, os.environ),
             rank_envs=rank_variables(plan.placement, self.placement, (plan.master_addr, plan.master_port), tokens),
             window_bytes=self.window.num_bytes,
             # Only sshd starts agents with a limit of their own: others inherit what this process has raised.

@@ -16,6 +16,8 @@ import functools
 import os
 import sys
 
+from launcher.base.env import SETUP_CHANGED
+
 TYPE_CHECKING = False
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -37,9 +39,13 @@ _SETUP = (
     "_launch_watch=$( (kill -0 $PPID && { while kill -0 $PPID; do sleep 1; done; kill -9 -$$ || kill -9 $$; }) "
     "< /dev/null > /dev/null 2>&1 & echo $!); "
     f"trap 'kill -9 $_launch_watch 2> /dev/null; echo \"{SETUP_FAILED}\" >&2' 0; "
+    "_launch_env=$(env 2> /dev/null || :); "
     # Not `eval ... || exit`: there a `set -e` of the setup would have no effect.
     # Its stdout is the agent's, where nothing else may stand: what it leaves in the background may print at any time.
     '{ eval "$_launch_setup"; } >&2; _launch_code=$?; test $_launch_code = 0 || exit $_launch_code; '
+    # What it has changed, lines that are not in both environments, counts more than what the launcher sends.
+    f'export {SETUP_CHANGED.name}="$({{ {{ printf "%s\\n" "$_launch_env"; env; }} | LC_ALL=C sort | LC_ALL=C uniq -u | '
+    'LC_ALL=C sed -n "s/^\\([A-Za-z_][A-Za-z0-9_]*\\)=.*/\\1/p" | tr "\\n" " "; } 2> /dev/null || :)"; '
     'trap - 0; kill -9 $_launch_watch 2> /dev/null || :; eval "$_launch_command"'
 )
 _SITE_FOLDERS = ("site-packages", "dist-packages")

@@ -44,6 +44,23 @@ def test_setup_runs_before_python_on_the_host(sshd: LoopbackSshd, tmp_path: Path
     assert result.out.count("GOT 1 2") == 2
 
 
+def test_a_setup_wins_over_this_shell_on_other_hosts_too(sshd: LoopbackSshd, tmp_path: Path) -> None:
+    script = scripts.write(tmp_path, "import os; print('GOT', os.environ['NCCL_DEBUG'], os.environ['HF_HOME'])")
+    options = (
+        "--hostfile",
+        LOOPBACK,
+        "--ssh_config",
+        str(sshd.ssh_config),
+        "--setup",
+        "export NCCL_DEBUG=setup HF_HOME=a",
+    )
+    env = {"NCCL_DEBUG": "shell", "HF_HOME": "shell"}
+    result = run_launch(tmp_path, *options, "--env", "HF_HOME=given", script, env=env)
+    assert (result.code, result.out.count("GOT setup given")) == (0, 2), result.err
+    words = ("exec", *options, "--", "sh", "-c", "echo $NCCL_DEBUG $LAUNCH_SETUP_CHANGED")
+    assert set(run_launch(tmp_path, *words, env=env).out_of_hosts.values()) == {"setup\n"}
+
+
 def test_a_setup_that_fails_is_told(sshd: LoopbackSshd, tmp_path: Path) -> None:
     script = scripts.write(tmp_path, "pass")
     options = ("--hostfile", LOOPBACK, "--ssh_config", str(sshd.ssh_config))

@@ -49,6 +49,14 @@ def test_a_setup_prints_to_stderr_and_keeps_what_it_sets(shell: str) -> None:
     assert (json.loads(done.stdout), done.stderr) == (["x", []], "said\n")
 
 
+@pytest.mark.parametrize("shell", SHELLS)
+def test_the_names_that_a_setup_has_changed_follow_it(shell: str) -> None:
+    setup = "export C='x  y' B=\"$SHELL\" D='1\n2'; unset SHELL; set -eu; (exit 0)"
+    names = ["/bin/sh", "-c", "printf '%s,' $LAUNCH_SETUP_CHANGED"]
+    assert {"B", "C", "D", "SHELL"} <= set(run(shell, with_setup(setup, names), shell).stdout.split(","))
+    assert "PATH" not in run(shell, with_setup("PATH=$PATH", names), shell).stdout.split(",")
+
+
 @pytest.mark.parametrize(
     ("login_shell", "runs_it"), [("/bin/bash", "bash"), ("/usr/bin/tcsh", "sh"), ("/x/fish", "sh")]
 )

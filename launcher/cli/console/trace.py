@@ -8,7 +8,7 @@ from launcher.agent.wire import Handled, Message, Output, Ping, Pong, watch_mess
 from launcher.cli.console import streams
 
 _TOO_MANY = (Ping, Pong, Handled)  # they say that both sides live, each second or more often
-_SECRET = {"env", "rank_envs", "commands", "data", "text", "record"}  # values, or what ranks write
+_SECRET = {"env", "forwarded_env", "rank_envs", "commands", "data", "text", "record"}  # values, or what ranks write
 
 
 def show_messages() -> None:
