@@ -1,21 +1,24 @@
 """How ranks agree about a checkpoint: through the store of the process group, beside all collectives.
 
 A collective could be matched with one of the training where a rank calls `save_checkpoint` and another one does not;
-and the thread of an asynchronous save must issue none. Whoever waits here gives up after a while, and names the ranks
-that were missing.
+and the thread of an asynchronous save must issue none. Whoever waits here gives up when a collective of the group
+would, and names the ranks that were missing: rank 0 may write a large file of its own, such as a Trainer's
+model.safetensors, while the others have called `save_checkpoint`. What is missing for `other_ranks_s` is said before.
 """
 
 from __future__ import annotations
 
 import contextlib
 import json
+import math
 import time
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
 from launcher.base.errors import CheckpointError, LauncherError
+from launcher.base.log import get_logger
 from launcher.base.timeouts import timeouts
-from launcher.comm.groups import RankGroup
+from launcher.comm.groups import DEFAULT_TIMEOUT, RankGroup, timeout_of
 from launcher.comm.torch_internals import default_store
 
 _FIRST_POLL_S, _LAST_POLL_S = 0.002, 0.25
@@ -38,25 +41,29 @@ class Exchange:
         self._prefix = f"launch/checkpoint/{self._number}"
         self.rank, self.world_size = (0, 1) if group is None else (group.rank, group.world_size)
         self._store: Any = None
+        self._timeout_s = DEFAULT_TIMEOUT.total_seconds()
         if group is not None and group.process_group is not None:
             self._store = default_store()
+            self._timeout_s = (timeout_of(group.process_group, group.device) or DEFAULT_TIMEOUT).total_seconds()
         self._num_phases = 0
         self._said: list[str] = []  # keys of what rank 0 has broadcast
+        self._gathered: list[str] = []  # keys of what all ranks say in the last `gather`
         self._has_finished = False
 
     def gather(self, value: Any, *, timeout_s: float | None = None) -> list[Any] | None:
         """Return the values of all ranks on rank 0, None elsewhere.
 
-        timeout_s: rank 0 waits so long; default: `other_ranks_s`. Raises: CheckpointError where a rank is missing.
+        timeout_s: rank 0 waits so long; default: the group's timeout, with a warning after `other_ranks_s`. Raises:
+        CheckpointError where a rank is missing.
         """
         phase = self._next_phase()
         if self._store is None:
             return [value]
         with self._while_rank0_lives():
-            self._store.set(f"{phase}/{self.rank}", json.dumps(value))
+            keys = self._gathered = [f"{phase}/{rank}" for rank in range(self.world_size)]
+            self._store.set(keys[self.rank], json.dumps(value))
             if self.rank != 0:
                 return None
-            keys = [f"{phase}/{rank}" for rank in range(self.world_size)]
             self._wait(keys, timeout_s)
             found = [json.loads(self._store.get(key)) for key in keys]
             for key in keys:
@@ -93,7 +100,7 @@ class Exchange:
                 time.sleep(_pause_s(start_s))
                 num_ranks = self._store.add(key, 0)
             if self.rank == 0:
-                for each in (*self._said, key):
+                for each in (*self._said, key, self._warned_key):
                     self._store.delete_key(each)
 
     def all_succeeded(self, error: str | None, *, timeout_s: float | None = None) -> str | None:
@@ -115,21 +122,54 @@ class Exchange:
         return f"{self._prefix}/{self._num_phases}"
 
     def _wait(self, keys: list[str], timeout_s: float | None) -> None:
-        timeout_s = timeouts().other_ranks_s if timeout_s is None else timeout_s
+        # Of files that are written or read no one is to be warned: their time is known by their size alone.
+        warns_after_s = timeouts().other_ranks_s if timeout_s is None else math.inf
+        timeout_s = self._timeout_s if timeout_s is None else timeout_s
         start_s = time.monotonic()
         for key in keys:  # one is asked for at a time: of thousands of ranks too
             while not self._store.check([key]):
-                if time.monotonic() - start_s > timeout_s:
-                    missing = [each for each in keys if not self._store.check([each])]
+                waited_s = time.monotonic() - start_s
+                if waited_s > timeout_s:
+                    error = self._error(self._missing(keys), timeout_s)
                     self._take_back()
-                    raise self._error(missing or [key], keys, timeout_s)
+                    raise error
+                if waited_s > warns_after_s:
+                    warns_after_s = math.inf
+                    self._warn(keys, waited_s, timeout_s)
                 time.sleep(_pause_s(start_s))
+
+    @property
+    def _warned_key(self) -> str:
+        return f"{self._prefix}/warned"
+
+    def _warn(self, keys: list[str], waited_s: float, timeout_s: float) -> None:
+        if self._store.add(self._warned_key, 1) > 1:  # another rank has said it
+            return
+        get_logger().warning(
+            "%s was called on rank %d, and for %.0f s not on rank %s, which is waited for: after %.0f s in all it is an"
+            " error",
+            self._purpose,
+            self.rank,
+            waited_s,
+            self._missing(keys),
+            timeout_s,
+        )
+
+    def _missing(self, keys: list[str]) -> str:
+        """Return the ranks that have not said what is waited for: of a message of rank 0, what that one waits for."""
+        if len(keys) == 1:
+            # Rank 0 has taken what was gathered: it alone is waited for.
+            has_taken = not self._gathered or not self._store.check([self._gathered[self.rank]])
+            keys = keys if has_taken else self._gathered
+        missing = [key for key in keys if not self._store.check([key])]
+        return ", ".join(key.rpartition("/")[2] for key in missing[:8]) if len(keys) > 1 and missing else "0"
 
     def _take_back(self) -> None:
         """Uncount an exchange that some ranks never began: the next one of all ranks has its number."""
         if self._num_phases <= 2 and Exchange._num_begun == self._number + 1:
             Exchange._num_begun = self._number
             self._store.delete_key(f"{self._prefix}/1/{self.rank}")
+            self._store.delete_key(self._warned_key)
 
     @contextlib.contextmanager
     def _while_rank0_lives(self) -> Iterator[None]:
@@ -138,10 +178,9 @@ class Exchange:
         except RuntimeError as error:  # the store has gone with its rank
             raise CheckpointError(f"{self._purpose}: rank 0 has ended meanwhile ({error})") from None
 
-    def _error(self, missing: list[str], keys: list[str], timeout_s: float) -> CheckpointError:
-        ranks = ", ".join(key.rpartition("/")[2] for key in missing[:8]) if len(keys) > 1 else "0"
+    def _error(self, missing: str, timeout_s: float) -> CheckpointError:
         return CheckpointError(
-            f"{self._purpose} was called on rank {self.rank}, and for {timeout_s:.0f} s not on rank {ranks}",
+            f"{self._purpose} was called on rank {self.rank}, and for {timeout_s:.0f} s not on rank {missing}",
             hint="every rank must call it, also where only rank 0 has something to say",
         )
 

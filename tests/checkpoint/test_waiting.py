@@ -5,15 +5,19 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+from harness.logs import logged
 from harness.train.checkpoint_runs import make_engine, train
 from harness.train.ranks import run_on_ranks
 
 from launcher.base.errors import CheckpointError
+from launcher.base.timeouts import Timeouts
+from launcher.checkpoint import exchange
 from launcher.checkpoint_files.folder import committed_in, latest_tag
 
 ASYNC = {"checkpoint": {"async": True}}
@@ -82,6 +86,30 @@ def test_what_fails_on_one_rank_while_it_loads_is_said_by_all(tmp_path: Path) ->
     for *said, leaked, num_losses in run_on_ranks(2, _failing_loads, str(tmp_path)):
         assert ["rank 1: MemoryError: no memory is left" in text for text in said] == [True] * 3
         assert (leaked, num_losses) == (0, 1)
+
+
+def _arriving_late(rank: int, world_size: int, folder: str) -> list[str]:
+    engine = make_engine(world_size, 1)
+    warned = Path(folder) / "warned"
+    with pytest.MonkeyPatch.context() as patch, logged() as lines:
+        patch.setattr(exchange, "timeouts", lambda: Timeouts(other_ranks_s=0.05))
+        warn = exchange.Exchange._warn
+        patch.setattr(exchange.Exchange, "_warn", lambda *args: (warn(*args), warned.touch()))
+        for call in (engine.save_checkpoint, engine.load_checkpoint):
+            while rank == 0 and not warned.exists():  # as one that writes a large file of its own
+                time.sleep(0.01)
+            call(folder)
+            engine.any_rank(False)
+            warned.unlink(missing_ok=True)
+            engine.any_rank(False)
+    engine.destroy()
+    return [line for line in lines if "waited for" in line]
+
+
+def test_a_rank_that_comes_late_is_waited_for_and_said_once(tmp_path: Path) -> None:
+    said = [line for of_rank in run_on_ranks(3, _arriving_late, str(tmp_path)) for line in of_rank]
+    assert sorted(line.partition(" was")[0] for line in said) == ["load_checkpoint", "save_checkpoint"]
+    assert all("not on rank 0" in line for line in said)
 
 
 def _failing_thread(rank: int, world_size: int, folder: str) -> list[str]:
