@@ -29,6 +29,7 @@ from launcher.engine.parallel import LayerRanks
 from launcher.engine.parts import EngineParts
 from launcher.engine.watch import StepFacts, Watch
 from launcher.engine.weights import WholeWeights
+from launcher.optim.schedules import ScheduleStep
 from launcher.zero.parameters import find_shared_counts
 from launcher.zero.step import step_units
 
@@ -262,11 +263,12 @@ class Engine(nn.Module):
         is_open = self._is_in_no_sync or self._parts.policy.reduction.at_step_only
         return self.is_gradient_accumulation_boundary() and not is_open
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """End the micro-batch; at the boundary take the optimizer step. Every rank must call it.
 
-        Does nothing right after an `optimizer.step()`, which has done it. Raises: EngineError when no backward has run
-        since the last call, unless the user has set `param.grad`, and within `no_sync()`.
+        lr_kwargs: arguments of the schedule's `step()`, at the boundary. Does nothing right after an
+        `optimizer.step()`, which has done it. Raises: EngineError when no backward has run since the last call, unless
+        the user has set `param.grad`, within `no_sync()`, and for arguments that the schedule does not take.
         """
         self._begin()
         if self._is_in_no_sync:
@@ -277,6 +279,8 @@ class Engine(nn.Module):
                 return
             is_alone = self.world_size == 1 and self._num_summed == 0 and self._reduces_at_boundary()
             self._pass.take_set_gradients(self.module.parameters(), may_count=is_alone)
+        schedule = ScheduleStep(self.lr_scheduler, lr_kwargs or {}, self.train_batch_size())
+        schedule.check()
         update_progress(beats=1)
         self._sharded.reducer.withdraw()
         boundary = self.is_gradient_accumulation_boundary()
@@ -284,7 +288,7 @@ class Engine(nn.Module):
             self._model_facts.check()
             self._folder.begin_step()
             with self._watch.phase("step"):
-                self._take_step()
+                self._take_step(schedule)
         # Not before: after an error the micro-batch has not ended, and `step()` may be called again.
         self._backward_done, self._ended_accumulation, self._ended_by = False, boundary, _ENGINE
         self.micro_steps += 1
@@ -342,7 +346,7 @@ class Engine(nn.Module):
         self._sharded.reducer.discard()
         self._begin_sum_anew("engine.zero_grad() was called within an accumulation")
 
-    def _take_step(self) -> None:
+    def _take_step(self, schedule: ScheduleStep) -> None:
         parts, sharded, optimizer = self._parts, self._sharded, self._trained()
         scale, delayed = None if optimizer.loss_scaler is None else optimizer.loss_scale, sharded.delayed
         check = self._layer_ranks.check_gradients
@@ -356,7 +360,7 @@ class Engine(nn.Module):
             self.global_samples += self._num_backwards * self._batch.micro_batch_size * self.dp_world_size
         else:
             self.global_samples += self.train_batch_size()
-        self._last_step.begin(self.global_steps, outcome, self._losses, self.lr_scheduler)
+        self._last_step.begin(self.global_steps, outcome, self._losses, schedule)
 
     def _trained(self) -> ZeroOptimizer:
         """Return the optimizer. Raises: EngineError when there is none, or its states are not on the device."""
@@ -423,7 +427,7 @@ class Engine(nn.Module):
         section the training waits for a copy in host memory only; see `wait_for_checkpoint`.
 
         Until the last file is on the disk, the checkpoint that was there before stays as it is. Raises: CheckpointError
-        on every rank where one of them cannot save, or does not call it within a minute.
+        on every rank where one of them cannot save, or does not call it within the timeout of the process group.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         with self._watch.saving(f"{save_dir}/{name}"):

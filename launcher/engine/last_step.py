@@ -18,7 +18,7 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.engine.optimizer import ZeroOptimizer
 from launcher.journal.rank import own_journal
 from launcher.optim.api import DeviceScaled, options_of
-from launcher.optim.schedules import steps_by_itself
+from launcher.optim.schedules import ScheduleStep
 from launcher.zero.step import StepOutcome, first_bad_gradient
 from launcher.zero.unit import FlatUnit
 
@@ -114,8 +114,8 @@ class LastStep:
         self._step = None
         self._num_skipped = num_skipped
 
-    def begin(self, number: int, outcome: StepOutcome, losses: list[Tensor], schedule: Any) -> None:
-        """Follow a step. Every rank must call it. number: of the step, from 1. schedule: of learning rates, or None.
+    def begin(self, number: int, outcome: StepOutcome, losses: list[Tensor], schedule: ScheduleStep) -> None:
+        """Follow a step. Every rank must call it. number: of the step, from 1. schedule: of learning rates.
 
         Raises: EngineError when the loss scale cannot get smaller and steps overflow all the same.
         """
@@ -126,21 +126,21 @@ class LastStep:
             self.report()
             self._num_skipped += outcome.is_skipped
             if not outcome.is_skipped:
-                _advance(schedule)
+                schedule.take()
             return
         self._optimizer.note_step(overflow=False)
-        if outcome.skips_overflow and steps_by_itself(schedule):
-            if not hasattr(schedule, "load_state_dict"):  # it only steps forward: it must know first
+        if outcome.skips_overflow and schedule.is_taken:
+            if not hasattr(schedule.schedule, "load_state_dict"):  # it only steps forward: it must know first
                 self.wait_for_outcome()
                 if outcome.is_skipped:
                     return
             else:
                 step.before = (
-                    schedule,
-                    copy.deepcopy(schedule.state_dict()),
+                    schedule.schedule,
+                    copy.deepcopy(schedule.schedule.state_dict()),
                     [options_of(group, copies=True) for group in self._optimizer.param_groups],
                 )
-        _advance(schedule)
+        schedule.take()
 
     def _follow_scale(self, step: _Step) -> None:
         """Have the loss scale follow a step, alike on every rank. An error of it is raised where all are: `report`."""
@@ -199,8 +199,3 @@ class LastStep:
         if not is_finite and self._says_why:
             text = f"step {step.number} {'skipped' if is_skipped else 'taken all the same'}: {why}"
             get_logger().warning("%s", f"{step.scale_says} ({text})" if step.scale_says else text)
-
-
-def _advance(schedule: Any) -> None:
-    if steps_by_itself(schedule):
-        schedule.step()

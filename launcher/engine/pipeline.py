@@ -310,7 +310,7 @@ class PipelineEngine(DeepSpeedEngine):
         """Refuse. Raises: EngineError."""
         raise _refused("engine.scale()")
 
-    def step(self) -> None:
+    def step(self, lr_kwargs: Mapping[str, Any] | None = None) -> None:
         """Refuse. Raises: EngineError."""
         raise _refused("engine.step()")
 

@@ -9,10 +9,13 @@ Arguments are in DeepSpeed's order and have the types of the config's `scheduler
 
 from __future__ import annotations
 
+import functools
+import inspect
 import math
 import os
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -372,6 +375,10 @@ def build_schedule(type_name: str, params: Mapping[str, Any], optimizer: Any) ->
 # ---- Schedules of torch, and a client's own ----
 
 
+_VARIADIC = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+_METRICS = frozenset({"metrics", "metric"})  # arguments whose value only the script has
+
+
 def schedule_from_config(type_name: str, params: Mapping[str, Any], optimizer: torch.optim.Optimizer) -> Any:
     """Build the schedule of the config's `scheduler` section over the groups of `optimizer`.
 
@@ -390,15 +397,68 @@ def schedule_from_client(client: Any, optimizer: torch.optim.Optimizer) -> Any:
 
     Raises: EngineError for anything else.
     """
-    schedule = client(optimizer) if callable(client) and not hasattr(client, "step") else client
+    is_function = isinstance(client, type) or (callable(client) and not hasattr(client, "step"))
+    schedule = client(optimizer) if is_function else client
     if not callable(getattr(schedule, "step", None)):
         raise EngineError(
             f"lr_scheduler is a {type(schedule).__name__} without step()",
             hint="give a schedule object, or a function from the optimizer to one",
         )
+    if missing := _METRICS & _needed(schedule):
+        _say(
+            "%s is not stepped by the engine: its step() needs %s. Call it where that is known, or"
+            " engine.step(lr_kwargs=...)",
+            type(schedule).__name__,
+            ", ".join(missing),
+        )
     return schedule
 
 
-def steps_by_itself(schedule: Any) -> bool:
-    """Whether the engine is to step it: one that needs a metric is stepped by the script that has it."""
-    return schedule is not None and not isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau)
+@dataclass(frozen=True)
+class ScheduleStep:
+    """What the engine does with a schedule after an optimizer step."""
+
+    schedule: Any  # None: there is none
+    arguments: Mapping[str, Any]  # of `engine.step(lr_kwargs=...)`
+    batch_size: int  # samples of the optimizer step
+
+    @functools.cached_property
+    def _missing(self) -> set[str]:
+        return _needed(self.schedule) - self.arguments.keys()
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether the engine steps it: one that needs a metric is stepped by who has that."""
+        return self.schedule is not None and _METRICS.isdisjoint(self._missing)
+
+    def take(self) -> None:
+        """Step the schedule. One that needs an argument of another name gets the samples of the step, as Megatron's."""
+        if not self.is_taken:
+            return
+        if self._missing:
+            self.schedule.step(self.batch_size)
+        else:
+            self.schedule.step(**self.arguments)
+
+    def check(self) -> None:
+        """Refuse arguments that `step()` of the schedule does not take. Raises: EngineError."""
+        if self.schedule is None or not self.arguments:
+            return
+        try:
+            inspect.signature(self.schedule.step).bind_partial(**self.arguments)
+        except TypeError as error:
+            raise EngineError(
+                f"engine.step(lr_kwargs=...): step() of {type(self.schedule).__name__}: {error}",
+                hint="give arguments that it has, or leave lr_kwargs out",
+            ) from None
+
+
+def _needed(schedule: Any) -> set[str]:
+    """Return the arguments that `step()` of a schedule does not do without."""
+    if isinstance(schedule, torch.optim.lr_scheduler.ReduceLROnPlateau):  # also where a subclass has a default
+        return {"metrics"}
+    try:
+        found = inspect.signature(schedule.step).parameters.values()
+    except (TypeError, ValueError):  # of a class that is not written in Python
+        return set()
+    return {each.name for each in found if each.default is each.empty and each.kind not in _VARIADIC}

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from harness.logs import logged
 from harness.train.shards import full_shard, shards_of_unit
 from torch import Tensor, nn
 
@@ -238,9 +239,9 @@ def make_engine(**arguments: Any) -> Any:
     return launcher.initialize(model=model, config=config, **arguments)
 
 
-def take_step(engine: Any, scale: float = 1.0) -> None:
+def take_step(engine: Any, scale: float = 1.0, lr_kwargs: dict[str, Any] | None = None) -> None:
     engine.backward(engine(torch.ones(2, 3)).mean() * scale)
-    engine.step()
+    engine.step(lr_kwargs=lr_kwargs)
 
 
 @pytest.mark.filterwarnings("error")  # torch warns of schedules stepped before their optimizer
@@ -311,6 +312,55 @@ def test_a_schedule_that_needs_a_metric_is_left_to_the_script() -> None:
         take_step(engine)
         schedule.step(metric)
     assert engine.get_lr() == [0.025]
+
+
+class Greedy:
+    """As transformers' GreedyLR: no class of torch's, and its step needs a metric."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.seen: list[float] = []
+
+    def step(self, metrics: float, epoch: int | None = None) -> None:
+        self.seen.append(metrics)
+
+
+class Annealing:
+    """As Megatron's: its step needs a number of samples."""
+
+    def __init__(self, optimizer: Any) -> None:
+        self.seen: list[int] = []
+
+    def step(self, increment: int) -> None:
+        self.seen.append(increment)
+
+
+def test_a_schedule_whose_step_needs_an_argument_never_ends_a_training() -> None:
+    config = {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    with logged() as lines:
+        engine, _, _, schedule = make_engine(config=config, lr_scheduler=Greedy)
+    assert any("Greedy is not stepped by the engine: its step() needs metrics" in line for line in lines)
+    take_step(engine)
+    assert schedule.seen == []
+    take_step(engine, lr_kwargs={"metrics": 0.5})
+    assert schedule.seen == [0.5]
+    engine, _, _, schedule = make_engine(config=config, lr_scheduler=Annealing)
+    take_step(engine)  # the samples of a step, as with DeepSpeed
+    take_step(engine, lr_kwargs={"increment": 7})
+    assert schedule.seen == [engine.train_batch_size(), 7]
+
+
+def test_arguments_that_a_schedule_does_not_take_are_refused_before_the_update() -> None:
+    config = {
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "scheduler": {"type": "ExponentialLR", "params": {"gamma": 0.5}},
+    }
+    engine, *_ = make_engine(config=config)
+    before = engine.state_dict()
+    with pytest.raises(EngineError, match=r"ExponentialLR.*increment"):
+        take_step(engine, lr_kwargs={"increment": 7})
+    assert all(torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+    engine.step()
+    assert engine.global_steps == 1
 
 
 def test_groups_cannot_be_added_to_a_running_engine() -> None:
