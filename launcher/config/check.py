@@ -39,6 +39,7 @@ from launcher.config.rules import (
     one_bit_problems,
     pipeline_problems,
     precision_problems,
+    unused_compile,
     unused_expert_size,
     unused_offload,
     unused_schedule,
@@ -49,6 +50,7 @@ from launcher.config.schema_params import (
     REFUSED_OPTIMIZERS,
     REFUSED_SCHEDULERS,
     SCHEDULER_PARAMS,
+    TORCHS_WEIGHT_DECAY,
     WORKING_OPTIMIZERS,
     WORKING_SCHEDULERS,
 )
@@ -105,7 +107,8 @@ def check(
     config, contradiction = _with_stages(_fill_params(config), model_stages)
     errors += contradiction
     between, notices = _between_keys(config, world_size, errors)
-    notices += [Finding(path, message, None, True) for path, message in unused_offload(config)]
+    unused = unused_offload(config) + unused_compile(config)
+    notices += [Finding(path, message, None, True) for path, message in unused]
     broken = {finding.path for finding in errors}  # there is nothing more to say about a value of the wrong type
     between = [replace(finding, is_asserted=True) for finding in between]
     errors += [finding for finding in dict.fromkeys(support.errors + between) if finding.path not in broken]
@@ -517,6 +520,10 @@ def _fill_params(config: Config) -> Config:
             params = dict(known[type_name].model_validate(part.params)) if type_name is not None else {}
         except ValidationError:  # reported already
             params = part.params
+        else:
+            is_adamw = type_name == "AdamW" or (type_name == "Adam" and params["adam_w_mode"])
+            if is_adamw and params["torch_adam"] is True and "weight_decay" not in part.params:
+                params["weight_decay"] = TORCHS_WEIGHT_DECAY
         updates[name] = None if type_name is None else part.model_copy(update={"type": type_name, "params": params})
     return config.model_copy(update=updates)
 

@@ -207,7 +207,7 @@ def zero_policy(config: Config, world_size: int) -> ZeroPolicy:
             prefetch_numel=int(zero.stage3_prefetch_bucket_size) if overlaps else 0,
             max_live_numel=int(zero.stage3_max_live_parameters),
             max_reuse_distance=int(zero.stage3_max_reuse_distance),
-            num_read_ahead=int(zero.offload_param.buffer_count) - 1 if offload.params is Place.DISK else 0,
+            num_read_ahead=max(0, int(zero.offload_param.buffer_count) - 1) if offload.params is Place.DISK else 0,
             granularity_threshold=int(zero.stage3_module_granularity_threshold),
         ),
         reduction=_reduction(config, world_size),

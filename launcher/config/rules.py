@@ -106,6 +106,14 @@ def unused_expert_size(config: Config) -> list[tuple[KeyPath, str]]:
     return [(("expert_parallel", "autoep_size"), message)]
 
 
+def unused_compile(config: Config) -> list[tuple[KeyPath, str]]:
+    """Return that `engine.compile()` leaves no layers out, where it is asked to: that needs no `deepcompile`."""
+    if getattr(config.compile, "autoep_non_moe", False) is not True:
+        return []
+    message = "compile.autoep_non_moe true has no effect: engine.compile() compiles the whole model"
+    return [(("compile", "autoep_non_moe"), message)]
+
+
 # ---- checkpoint ----
 
 

@@ -110,6 +110,9 @@ class DataTypes(Section):
     buffer_dtype: Annotated[str | None, choice("fp32", "fp16", "bf16", null=True)] = key(
         None, "precision of floating-point buffers of modules; null: each keeps its type"
     )
+    keep_in_fp32_modules: OptTextList = key(
+        None, "names of buffers to keep in fp32", inert("each buffer keeps the type of the model without buffer_dtype")
+    )
 
 
 class Optimizer(Section):
@@ -154,7 +157,7 @@ class OffloadParam(Section):
 
     device: Annotated[str, choice("none", "cpu", "nvme")] = key("none", "memory that holds the parameters")
     nvme_path: OptText = key(None, "folder on a fast disk of each host", WITH_NVME)
-    buffer_count: PositiveInt = key(5, "buffers between disk and host memory", WITH_NVME)
+    buffer_count: Count = key(5, "buffers between disk and host memory", WITH_NVME)
     buffer_size: PositiveElements = key(100_000_000, "elements of one such buffer", WITH_NVME)
     max_in_cpu: Elements = key(1_000_000_000, "elements kept in host memory beside the disk", WITH_NVME)
     pin_memory: Flag = key(True, "page-lock the host memory, which makes copies faster")
@@ -167,7 +170,7 @@ class OffloadOptimizer(Section):
 
     device: Annotated[str, choice("none", "cpu", "nvme")] = key("none", "memory that holds and updates the states")
     nvme_path: OptText = key(None, "folder on a fast disk of each host", WITH_NVME)
-    buffer_count: PositiveInt = key(4, "buffers between disk and host memory", _UNITS_AT_ONCE)
+    buffer_count: Count = key(4, "buffers between disk and host memory", _UNITS_AT_ONCE)
     pin_memory: Flag = key(True, "page-lock the host memory, which makes copies faster")
     pipeline_read: Flag = key(False, "read the next states while some are updated", WITH_NVME)
     pipeline_write: Flag = key(False, "write updated states while the next are updated", WITH_NVME)
@@ -210,14 +213,16 @@ class ZeroOptimization(Section):
     )
     use_multi_rank_bucket_allreduce: Flag = key(True, "join the buckets of several ranks", _RANKS_JOINED)
     allgather_partitions: Flag = key(True, "gather updated parameters in one collective", _ONE_GATHER)
-    allgather_bucket_size: PositiveElements = key(500_000_000, "elements gathered at once", _UNIT_GATHER)
+    allgather_bucket_size: Elements = key(500_000_000, "elements gathered at once", _UNIT_GATHER)
     overlap_comm: OptFlag = key(None, "communicate while computing; null: yes")
     load_from_fp32_weights: Flag = key(True, "restore master weights from fp32", inert("they always are"))
     elastic_checkpoint: Flag = key(False, "old checkpoint form", inert("every checkpoint loads at any world size"))
     offload_param: OffloadParam = key(OffloadParam, "parameters in host memory or on disk")
     offload_optimizer: OffloadOptimizer = key(OffloadOptimizer, "optimizer states in host memory or on disk")
     zenflow: Annotated[Section | None, other.ZENFLOW] = key(None, "stall-free offload")
-    sub_group_size: PositiveElements = key(1_000_000_000, "elements a rank updates at once: bounds units too")
+    sub_group_size: Elements = key(
+        1_000_000_000, "elements a rank updates at once: bounds units too; 0: each parameter by itself"
+    )
     stage3_prefetch_bucket_size: Elements = key(
         50_000_000, "elements fetched ahead", AT_STAGE_3, alias=("prefetch_bucket_size",)
     )
@@ -266,8 +271,8 @@ class ZeroOptimization(Section):
         unsupported("parameters follow one another; those whose sizes are multiples of 8 are aligned. Remove the key"),
     )
     compute_grad_norm: Flag = key(True, "compute the norm of all gradients at each step", _ALWAYS_NORM)
-    zero_hpz_partition_size: PositiveInt = key(
-        1, "ranks of a node that keep a second set of shards, which backward gathers from", AT_STAGE_3
+    zero_hpz_partition_size: Count = key(
+        1, "ranks of a node that keep a second set of shards, which backward gathers from; 0 and 1: none", AT_STAGE_3
     )
     zero_quantized_weights: Flag = key(False, "gather weights in int8", other.ZEROPP)
     zero_quantized_nontrainable_weights: Flag = key(False, "gather frozen weights in int8", other.ZEROPP)
@@ -330,6 +335,9 @@ class Config(Section):
     )
     steps_per_print: OptCount = key(10, "steps between progress lines; 0: none")
     dump_state: Flag = key(False, "print the config in force and the units at start")
+    disable_python_gc: Flag = key(
+        False, "switch Python's garbage collection off", inert("the script decides: call gc.disable()")
+    )
     gradient_clipping: NonNegative = key(1.0, "largest norm of all gradients together; 0: no clipping")
     communication_data_type: Annotated[str | None, choice(*_DTYPES, null=True)] = key(
         None,

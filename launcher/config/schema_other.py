@@ -87,7 +87,7 @@ COMPILE = Unused(
     offload_activation_pin_memory=True, offload_opt_states=False, double_buffer=True, symmetric_memory=False,
     debug_log=False, offload_parameters=False, sync_before_reduce=False, sync_after_reduce=False,
     sync_before_allgather=False, sync_after_allgather=False, keep_int_input_tensors=True,
-    keep_all_input_tensors=False, passes=Anything,
+    keep_all_input_tensors=False, passes=Anything, autoep_non_moe=False,
 )  # fmt: skip
 COMPRESSION_TRAINING = Unused(
     "compression_training", unsupported("not in this release; remove the section", is_off=_is_off),

@@ -92,6 +92,12 @@ class TensorParallel(Section):
     across_nodes: Flag = key(False, "allow ranks of one layer on two nodes (not a key of DeepSpeed)")
     dtype: Text = key("fp16", "precision", inert("it is that of the rest of the config"))
     tp_overlap_comm: Flag = key(False, "communicate while computing", inert("backward always does"))
+    vocab_parallel_lm_head: OptFlag = key(
+        None, "split the head along the vocabulary", inert("embedding and head are, where the ranks divide it")
+    )
+    vocab_parallel_ce_backend: Annotated[str, choice("torch", "liger")] = key(
+        "torch", "what computes the loss of a split head", unsupported("the model's own loss does; remove the key")
+    )
     tp: TensorParallelSize = key(TensorParallelSize, "sizes", alias=("tensor_parallel",))
     injection_policy_tuple: Anything = key(None, "layers to reduce after", inert("partition_config names layers"))
     partition_config: PartitionConfig | None = key(None, "which layers are split, and how")

@@ -15,6 +15,7 @@ from launcher.config.fields import (
     Number,
     NumberOrList,
     OptCount,
+    OptFlag,
     OptInt,
     OptNumber,
     PerGroup,
@@ -30,19 +31,29 @@ from launcher.config.fields import (
 # ---- Optimizers ----
 
 
+TORCHS_WEIGHT_DECAY = 0.01  # the default of torch.optim.AdamW, which torch_adam builds
+_FLAT = inert("a shard is one flat tensor, and torch's fused kernel updates it where there is one")
+_IN_FP32 = inert("they always are")
+
+
 class AdamParams(Section):
     """Parameters of Adam and AdamW."""
 
     lr: NonNegative = key(1e-3, "learning rate")
     betas: Betas = key([0.9, 0.999], "decay of the first and second moment")
     eps: NonNegative = key(1e-8, "added to the denominator")
-    weight_decay: NonNegative = key(0.0, "weight decay")
+    weight_decay: NonNegative = key(0.0, "weight decay; 0.01 where torch_adam makes it torch's AdamW")
     bias_correction: Flag = key(True, "correct the moments' start")
     amsgrad: Flag = key(False, "use the largest second moment so far")
+    maximize: Flag = key(False, "go up the gradient")
     adam_w_mode: Flag = key(True, 'decouple weight decay: "Adam" means AdamW unless this is false')
     torch_adam: Flag = key(False, "use torch's optimizer instead of the engine's kernel")
+    foreach: OptFlag = key(None, "torch's updates of many tensors at once", _FLAT)
+    fused: OptFlag = key(None, "torch's fused kernel", _FLAT)
+    capturable: Flag = key(False, "steps may be in a CUDA graph", inert("no graphs are recorded"))
+    differentiable: Flag = key(False, "keep the graph of a step", unsupported("steps have no graph; remove the key"))
     set_grad_none: Flag = key(True, "drop gradients after a step", inert("they always are"))
-    fp32_optimizer_states: Flag = key(True, "keep states in fp32", inert("they always are"))
+    fp32_optimizer_states: Flag = key(True, "keep states in fp32", _IN_FP32)
 
 
 class AdagradParams(Section):
@@ -53,6 +64,8 @@ class AdagradParams(Section):
     weight_decay: NonNegative = key(0.0, "weight decay")
     lr_decay: NonNegative = key(0.0, "the rate is divided by 1 + this times the steps taken")
     initial_accumulator_value: NonNegative = key(0.0, "first sum of squares")
+    amsgrad: Flag = key(False, "of Adam", unsupported("Adagrad has no such form; remove the key"))
+    fp32_optimizer_states: Flag = key(True, "keep states in fp32", _IN_FP32)
 
 
 class LionParams(Section):
@@ -61,6 +74,8 @@ class LionParams(Section):
     lr: NonNegative = key(1e-3, "learning rate")
     betas: Betas = key([0.9, 0.999], "interpolation of the update and of the momentum")
     weight_decay: NonNegative = key(0.0, "weight decay")
+    set_grad_none: Flag = key(True, "drop gradients after a step", inert("they always are"))
+    fp32_optimizer_states: Flag = key(True, "keep states in fp32", _IN_FP32)
 
 
 class LambParams(Section):
@@ -135,6 +150,7 @@ class MuonParams(Section):
     ns_method: Annotated[str, choice("gram", "standard")] = key(
         "gram", "Newton-Schulz iteration: on the Gram matrix, quicker where matrices are not square, or the original"
     )
+    fp32_optimizer_states: Flag = key(True, "keep states in fp32", _IN_FP32)
 
 
 class SgdParams(Section):

@@ -50,7 +50,7 @@ from launcher.engine.sharded import ShardedModel, end_engine_of
 from launcher.engine.stages import divide_into_stages
 from launcher.journal.rank import own_journal
 from launcher.optim.api import UnitOptimizer
-from launcher.optim.factory import OptimizerPlan, group_of_parameters
+from launcher.optim.factory import OptimizerPlan, group_of_parameters, without_names
 from launcher.optim.onebit.flat import OneBitFlat
 from launcher.optim.scaling import LossScaler, LossScaleRules
 from launcher.optim.schedules import schedule_from_client, schedule_from_config
@@ -138,7 +138,8 @@ def initialize(
     _prepare_device(settings, group)
 
     # The model: its layers, experts, types and places, before any parameter is sharded.
-    model_parameters = None if model_parameters is None else list(model_parameters)  # now: layers may be about to go
+    if model_parameters is not None:  # now: layers may be about to go. A function gets what was given, with its names
+        model_parameters = without_names(model_parameters) if optimizer is None else list(model_parameters)
     staged = divide_into_stages(model, settings, mesh, batch.accumulation_steps)
     split_notices = [] if staged is None else staged.notices
     if staged is not None:

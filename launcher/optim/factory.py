@@ -96,6 +96,18 @@ def build_of_kind(
     return StagedFlat(shards, backend.buffers, build)
 
 
+def without_names(parameters: Iterable[Any]) -> list[Any]:
+    """Return parameters, and groups of them, without the names that `named_parameters()` has before each."""
+    found: list[Any] = []
+    for entry in parameters:
+        if isinstance(entry, Mapping):
+            params = entry["params"]
+            found.append({**entry, "params": params if isinstance(params, Tensor) else without_names(params)})
+        else:
+            found.append(entry[1] if isinstance(entry, tuple) else entry)
+    return found
+
+
 def as_groups(parameters: Iterable[Any]) -> list[dict[str, Any]]:
     """Return parameters, and groups of them, as groups with a list of parameters each."""
     entries = list(parameters)
@@ -149,6 +161,8 @@ def plan_from_config(
     # DeepSpeed's "Adam" means AdamW unless adam_w_mode is false; configs in the wild rely on it.
     if name == "Adam" and options["adam_w_mode"]:
         name = "AdamW"
+    for key in ("foreach", "fused", "capturable"):  # accepted without effect: `construct` chooses
+        options.pop(key, None)
     groups = as_groups(model.parameters() if model_parameters is None else model_parameters)
     # Through the class's own constructor, over stand-ins: it knows its options and completes every group.
     kind = BY_NAME[name]

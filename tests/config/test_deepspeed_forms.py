@@ -14,6 +14,7 @@ from launcher.base.errors import ConfigError
 from launcher.config.load import LoadedConfig, load_config
 from launcher.config.policies import Place, offload_policy, zero_policy
 from launcher.config.schema import DEFAULT_LEAF_CLASSES
+from launcher.config.schema_params import TORCHS_WEIGHT_DECAY
 
 
 def said(loaded: LoadedConfig) -> list[str]:
@@ -46,6 +47,69 @@ def test_torchs_adam_gives_way_where_states_are_updated_in_parts(more: dict[str,
     assert sentence.startswith("torch_adam true has no effect: states on disk")
     on_host = {"stage": 3, "offload_optimizer": {"device": "cpu"}}
     assert said(load_config({"zero_optimization": on_host, "optimizer": adam})) == []
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({"type": "AdamW", "params": {"torch_adam": True}}, TORCHS_WEIGHT_DECAY),
+        ({"type": "adam", "params": {"torch_adam": True}}, 0.01),
+        ({"type": "Adam", "params": {"torch_adam": True, "adam_w_mode": False}}, 0.0),
+        ({"type": "AdamW", "params": {"torch_adam": True, "weight_decay": 0.0}}, 0.0),
+        ({"type": "AdamW", "params": {}}, 0.0),
+    ],
+)
+def test_torchs_adamw_has_torchs_weight_decay(section: dict[str, Any], expected: float) -> None:
+    optimizer = load_config({"optimizer": section}).config.optimizer
+    assert optimizer is not None
+    assert optimizer.params["weight_decay"] == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "sentence"),
+    [
+        ({"disable_python_gc": True}, "disable_python_gc true has no effect"),
+        ({"data_types": {"keep_in_fp32_modules": ["bias"]}}, "data_types.keep_in_fp32_modules"),
+        (
+            {"tensor_parallel": {"autotp_size": 1, "vocab_parallel_lm_head": True}},
+            "tensor_parallel.vocab_parallel_lm_head true",
+        ),
+        ({"compile": {"autoep_non_moe": True}}, "compile.autoep_non_moe true has no effect"),
+        ({"zero_optimization": {"stage": 1, "allgather_bucket_size": 0}}, "zero_optimization.allgather_bucket_size 0"),
+        *(
+            ({"optimizer": {"type": kind, "params": {"fp32_optimizer_states": False}}}, "optimizer.params.fp32_")
+            for kind in ("Adam", "Lion", "Adagrad", "Muon")
+        ),
+        *(
+            ({"optimizer": {"type": "AdamW", "params": {"torch_adam": True, **more}}}, "optimizer.params.")
+            for more in ({"foreach": True}, {"fused": True}, {"capturable": True})
+        ),
+    ],
+)
+def test_keys_of_deepspeed_that_do_nothing_here_are_said(data: dict[str, Any], sentence: str) -> None:
+    (found,) = said(load_config(data))
+    assert found.startswith(sentence)
+
+
+@pytest.mark.parametrize(
+    ("data", "remedy"),
+    [
+        ({"tensor_parallel": {"autotp_size": 1, "vocab_parallel_ce_backend": "liger"}}, "the model's own loss"),
+        ({"optimizer": {"type": "AdamW", "params": {"differentiable": True}}}, "remove the key"),
+        ({"optimizer": {"type": "Adagrad", "params": {"amsgrad": True}}}, "remove the key"),
+    ],
+)
+def test_keys_of_deepspeed_that_cannot_be_honoured_say_what_to_do(data: dict[str, Any], remedy: str) -> None:
+    with pytest.raises(ConfigError, match=remedy):
+        load_config(data)
+
+
+def test_zero_is_a_size_where_it_is_one_for_deepspeed() -> None:
+    zero = {"stage": 3, "sub_group_size": 0, "zero_hpz_partition_size": 0}
+    on_disk = {"device": "nvme", "nvme_path": "/nvme", "buffer_count": 0}
+    loaded = load_config({"zero_optimization": {**zero, "offload_param": on_disk, "offload_optimizer": on_disk}})
+    policy = zero_policy(loaded.config, 2)
+    assert (policy.max_unit_numel, policy.mesh.node_size, policy.parameters.num_read_ahead) == (1, None, 0)
 
 
 def test_numbers_are_booleans() -> None:

@@ -363,6 +363,44 @@ def test_arguments_that_a_schedule_does_not_take_are_refused_before_the_update()
     assert engine.global_steps == 1
 
 
+@pytest.mark.parametrize("type_name", ["AdamW", "Muon"])
+def test_named_parameters_are_taken_as_parameters(type_name: str) -> None:
+    config = {"optimizer": {"type": type_name, "params": {"lr": 0.1}}}
+    for in_a_group in (False, True):
+        model = nn.Linear(3, 1)
+        named = model.named_parameters()
+        given = [{"params": named, "lr": 0.2}] if in_a_group else named
+        engine, optimizer, *_ = make_engine(model=model, config=config, model_parameters=given)
+        assert {param for group in optimizer.param_groups for param in group["params"]} == set(model.parameters())
+        before = engine.state_dict()
+        take_step(engine)
+        assert all(not torch.equal(value, before[name]) for name, value in engine.state_dict().items())
+
+
+@pytest.mark.parametrize("name", ["foreach", "fused", "capturable"])
+def test_options_of_torchs_own_update_change_no_result(name: str) -> None:
+    found = []
+    for more in ({}, {name: True}):
+        params = {"lr": 0.1, "torch_adam": True, **more}
+        engine, *_ = make_engine(config={"optimizer": {"type": "AdamW", "params": params}})
+        take_step(engine)
+        found.append(engine.state_dict()["weight"])
+    assert torch.equal(*found)
+
+
+def test_torch_adam_has_the_weight_decay_of_torchs_class() -> None:
+    _, optimizer, *_ = make_engine(config={"optimizer": {"type": "AdamW", "params": {"torch_adam": True}}})
+    expected = torch.optim.AdamW([nn.Parameter(torch.ones(1))]).defaults["weight_decay"]
+    assert optimizer.param_groups[0]["weight_decay"] == expected
+
+
+def test_a_loss_is_maximized_where_the_config_says_so() -> None:
+    engine, *_ = make_engine(config={"optimizer": {"type": "AdamW", "params": {"lr": 0.1, "maximize": True}}})
+    before = engine.state_dict()["weight"]
+    take_step(engine)
+    assert (engine.state_dict()["weight"] > before).all()
+
+
 def test_groups_cannot_be_added_to_a_running_engine() -> None:
     _, optimizer, *_ = make_engine(config={"optimizer": {"type": "SGD", "params": {}}})
     with pytest.raises(EngineError, match="cannot be added"):
