@@ -5,9 +5,10 @@ The engine takes their steps with its own kernels; used without an engine they a
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -84,20 +85,8 @@ class DeepSpeedCPUAdam(_Adam):
         for param in params:
             if param.device.type != "cpu":
                 raise AssertionError(f"DeepSpeedCPUAdam updates parameters on the CPU, and one is on {param.device}")
-        narrow = [param for param in params if param.dtype.itemsize == 2] if self.fp32_optimizer_states else []
-        kept = [(param, param.data, param.grad) for param in narrow]
-        try:
-            for param, data, grad in kept:
-                param.grad = None  # torch wants it in the dtype of the parameter
-                param.data, param.grad = data.float(), grad.float()
-                state = self.state[param]  # `load_state_dict` gives it the dtype of the parameter
-                state.update({name: value.float() for name, value in state.items() if isinstance(value, Tensor)})
+        with _in_fp32(self, params if self.fp32_optimizer_states else ()):
             super().step()
-        finally:
-            for param, data, grad in kept:
-                data.copy_(param.data)
-                param.grad = None
-                param.data, param.grad = data, grad
         return loss
 
     def step_subgroup(self, subgroup_id: int, closure: Any = None) -> Any:
@@ -149,6 +138,28 @@ class DeepSpeedCPUAdam(_Adam):
                 hint="flatten them into one parameter, or call step()",
             )
         return found[0] if found else None
+
+
+@contextlib.contextmanager
+def _in_fp32(optimizer: torch.optim.Optimizer, params: Iterable[Tensor]) -> Iterator[None]:
+    """Have parameters in 16 bits, their gradients and states in fp32 within the block; they are rounded at its end."""
+    kept = [(param, param.data, param.grad) for param in params if param.dtype.itemsize == 2 and param.grad is not None]
+    try:
+        for param, data, grad in kept:
+            param.grad = None  # torch wants it in the dtype of the parameter
+            param.data, param.grad = data.float(), grad.float()
+            state = optimizer.state[param]  # `load_state_dict` gives it the dtype of the parameter
+            state.update({name: value.float() for name, value in state.items() if isinstance(value, Tensor)})
+        yield
+    finally:
+        for param, data, grad in kept:
+            data.copy_(param.data)
+            param.grad = None
+            param.data, param.grad = data, grad
+
+
+def _all_of(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    return [param for group in optimizer.param_groups for param in group["params"]]
 
 
 def _call(closure: Any) -> Any:
@@ -210,9 +221,16 @@ class FusedAdam(_Adam):
         adam_w_mode: bool = True,
         weight_decay: float = 0.0,
         amsgrad: bool = False,
+        set_grad_none: bool = True,
     ) -> None:
+        """set_grad_none: what `zero_grad()` does without an engine, which always drops gradients."""
         options = {"lr": lr, "bias_correction": bias_correction, "betas": betas, "eps": eps}
         super().__init__(params, adam_w_mode, {**options, "weight_decay": weight_decay, "amsgrad": amsgrad})
+        self.set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients, or fill them with zeros; default: as `set_grad_none`."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
 class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_OrEngines):
@@ -226,14 +244,30 @@ class DeepSpeedCPUAdagrad(torch.optim.Adagrad, metaclass=_OrEngines):
         lr: float = 1e-2,
         eps: float = 1e-10,
         weight_decay: float = 0.0,
+        amsgrad: bool = False,
+        fp32_optimizer_states: bool = True,
         adamw_mode: bool = False,
     ) -> None:
-        """adamw_mode: accelerate passes False to every class. Raises: EngineError for True."""
-        if adamw_mode:
-            raise EngineError("Adagrad has no decoupled weight decay", hint="leave adamw_mode out")
+        """fp32_optimizer_states: as of `DeepSpeedCPUAdam`. adamw_mode: accelerate passes False to every class.
+
+        Raises: EngineError where either of the other two is True.
+        """
+        if adamw_mode or amsgrad:
+            what = "amsgrad" if amsgrad else "decoupled weight decay"
+            name = "amsgrad" if amsgrad else "adamw_mode"
+            raise EngineError(f"Adagrad has no {what}", hint=f"leave {name} out")
         super().__init__(model_params, lr=lr, eps=eps, weight_decay=weight_decay)
+        self.fp32_optimizer_states = fp32_optimizer_states
         for group in self.param_groups:  # those of another optimizer say what that one does
             group.update(foreach=None, fused=None)
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters."""
+        loss = _call(closure)
+        with _in_fp32(self, _all_of(self) if self.fp32_optimizer_states else ()):
+            super().step()
+        return loss
 
 
 class FusedLamb(Lamb, metaclass=_OrEngines):
@@ -241,13 +275,36 @@ class FusedLamb(Lamb, metaclass=_OrEngines):
 
     steps_of = Lamb
 
-    def __init__(self, params: Any, lr: float = 1e-3, **options: Any) -> None:
-        """options: those of `Lamb`. Raises: EngineError for `amsgrad` and `max_grad_norm`, TypeError for another."""
-        if options.pop("amsgrad", False) or options.pop("max_grad_norm", 0.0):
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        bias_correction: bool = True,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        eps_inside_sqrt: bool = False,
+        weight_decay: float = 0.0,
+        max_grad_norm: float = 0.0,
+        max_coeff: float = 10.0,
+        min_coeff: float = 0.01,
+        amsgrad: bool = False,
+    ) -> None:
+        """Raises: EngineError for `amsgrad` and `max_grad_norm`."""
+        if amsgrad or max_grad_norm:
             raise EngineError(
                 "FusedLamb has neither amsgrad nor max_grad_norm", hint='set "gradient_clipping" in the config'
             )
-        super().__init__(params, lr=lr, **options)
+        super().__init__(
+            params,
+            lr=lr,
+            bias_correction=bias_correction,
+            betas=betas,
+            eps=eps,
+            eps_inside_sqrt=eps_inside_sqrt,
+            weight_decay=weight_decay,
+            max_coeff=max_coeff,
+            min_coeff=min_coeff,
+        )
 
 
 class DeepSpeedCPULion(Lion, metaclass=_OrEngines):
@@ -261,18 +318,47 @@ class DeepSpeedCPULion(Lion, metaclass=_OrEngines):
         lr: float = 1e-3,
         betas: tuple[float, float] = (0.9, 0.999),
         weight_decay: float = 0.0,
+        fp32_optimizer_states: bool = True,
         adamw_mode: bool = False,
     ) -> None:
-        """adamw_mode: accelerate passes False to every class. Raises: EngineError for True."""
+        """fp32_optimizer_states: as of `DeepSpeedCPUAdam`. adamw_mode: accelerate passes False to every class.
+
+        Raises: EngineError for an `adamw_mode` of True.
+        """
         if adamw_mode:
             raise EngineError("adamw_mode is Adam's: Lion's weight decay is always decoupled", hint="leave it out")
         super().__init__(model_params, lr=lr, betas=betas, weight_decay=weight_decay)
+        self.fp32_optimizer_states = fp32_optimizer_states
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        """Update the parameters."""
+        loss = _call(closure)
+        with _in_fp32(self, _all_of(self) if self.fp32_optimizer_states else ()):
+            super().step()
+        return loss
 
 
 class FusedLion(Lion, metaclass=_OrEngines):
     """DeepSpeed's Lion on the GPU."""
 
     steps_of = Lion
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        weight_decay: float = 0.0,
+        set_grad_none: bool = True,
+    ) -> None:
+        """set_grad_none: what `zero_grad()` does without an engine, which always drops gradients."""
+        super().__init__(params, lr=lr, betas=betas, weight_decay=weight_decay)
+        self.set_grad_none = set_grad_none
+
+    def zero_grad(self, set_to_none: bool | None = None) -> None:
+        """Drop gradients, or fill them with zeros; default: as `set_grad_none`."""
+        super().zero_grad(self.set_grad_none if set_to_none is None else set_to_none)
 
 
 class _OneBit(torch.optim.Optimizer):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -10,7 +11,14 @@ from harness.scripts import write
 from harness.train.forked import run_ranks
 
 from launcher.base.errors import EngineError
-from launcher.compat.optimizers import DeepSpeedCPUAdam
+from launcher.compat.optimizers import (
+    DeepSpeedCPUAdagrad,
+    DeepSpeedCPUAdam,
+    DeepSpeedCPULion,
+    FusedAdam,
+    FusedLamb,
+    FusedLion,
+)
 
 SCHEDULES = """
 import launcher.compat; launcher.compat.install()
@@ -170,6 +178,52 @@ def test_the_engine_takes_the_optimizers_over(tmp_path: Path) -> None:
     warning = "Adam updates the parameters in place of the optimizer whose groups have dampening, momentum, nesterov: "
     assert warning not in before
     assert warning in after
+
+
+def _param(dtype: torch.dtype = torch.float32) -> torch.nn.Parameter:
+    param = torch.nn.Parameter(torch.linspace(1, 2, 8).to(dtype))
+    param.grad = torch.linspace(-1, 1, 8).to(dtype)
+    return param
+
+
+def test_arguments_come_in_the_order_of_deepspeed() -> None:
+    betas = (0.8, 0.9)
+    lamb = FusedLamb([_param()], 0.1, False, betas, 1e-6, True, 0.2, 0.0, 5.0, 0.1, False).defaults
+    assert (lamb["lr"], lamb["bias_correction"], lamb["betas"], lamb["eps"]) == (0.1, False, betas, 1e-6)
+    assert (lamb["eps_inside_sqrt"], lamb["weight_decay"]) == (True, 0.2)
+    assert (lamb["max_coeff"], lamb["min_coeff"]) == (5.0, 0.1)
+    assert DeepSpeedCPULion([_param()], 0.1, betas, 0.2, False).fp32_optimizer_states is False
+    assert DeepSpeedCPUAdagrad([_param()], 0.1, 1e-6, 0.2, False, False).fp32_optimizer_states is False
+    with pytest.raises(EngineError, match="amsgrad"):
+        DeepSpeedCPUAdagrad([_param()], amsgrad=True)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_gradients_are_dropped_or_filled_with_zeros(keeps: bool) -> None:
+    betas = (0.8, 0.9)
+    for make in (
+        lambda params: FusedAdam(params, 0.1, True, betas, 1e-6, True, 0.2, False, not keeps),
+        lambda params: FusedLion(params, 0.1, betas, 0.2, not keeps),
+    ):
+        param = _param()
+        make([param]).zero_grad()
+        assert (param.grad is not None) == keeps
+        assert param.grad is None or not param.grad.any()
+
+
+@pytest.mark.parametrize("in_fp32", [True, False])
+@pytest.mark.parametrize(("kind", "state"), [(DeepSpeedCPULion, "exp_avg"), (DeepSpeedCPUAdagrad, "sum")])
+def test_states_of_16_bits_are_in_fp32_without_an_engine(kind: Any, state: str, in_fp32: bool) -> None:
+    narrow, wide = _param(torch.bfloat16), _param(torch.bfloat16)
+    wide = torch.nn.Parameter(wide.detach().float())
+    assert narrow.grad is not None
+    wide.grad = narrow.grad.float()
+    ours, plain = kind([narrow], lr=0.1, fp32_optimizer_states=in_fp32), kind([wide], lr=0.1)
+    ours.step()
+    plain.step()
+    assert ours.state[narrow][state].dtype == (torch.float32 if in_fp32 else torch.bfloat16)
+    assert narrow.dtype == narrow.grad.dtype == torch.bfloat16
+    assert not in_fp32 or torch.equal(narrow, wide.bfloat16())
 
 
 def _states(optimizer: DeepSpeedCPUAdam, subgroup: int) -> list[torch.Tensor]:
