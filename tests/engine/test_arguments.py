@@ -24,6 +24,30 @@ def test_flag_and_config_apart() -> None:
     assert arguments.local_rank == 1
 
 
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--deepspeed", "data"], (True, "data")),
+        (["data", "--deepspeed"], (True, "data")),
+        (["--deepspeed", "ds_config.json", "data"], ("ds_config.json", "data")),
+        (["--deepspeed", "eyJzdGFnZSI6IDN9", "data"], ("eyJzdGFnZSI6IDN9", "data")),
+        (["--deepspeed=ds_config.txt", "data"], ("ds_config.txt", "data")),
+        (["--deepspeed", "--", "data"], (True, "data")),
+        (["--", "--deepspeed"], (False, "--deepspeed")),
+        (["data"], (False, "data")),
+    ],
+)
+def test_a_positional_argument_behind_the_flag_stays_one(
+    words: list[str], expected: tuple[bool | str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("folder")
+    launcher.add_config_arguments(parser)
+    monkeypatch.setattr("sys.argv", ["train.py", *words])
+    for args in (parser.parse_args(words), parser.parse_args()):
+        assert (args.deepspeed, args.folder) == expected
+
+
 def test_nothing_given() -> None:
     assert parse().deepspeed is False
 
