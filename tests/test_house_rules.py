@@ -28,6 +28,8 @@ WIDE_SIGNATURES = {
     "init_distributed": "DeepSpeed's signature",
     "run": "click passes every option of a command as one argument; `launcher.run` has them as keywords",
     "DeepSpeedCPUAdam.__init__": "DeepSpeed's signature, which scripts call by position and by name",
+    "FusedAdam.__init__": "DeepSpeed's signature, which scripts call by position and by name",
+    "FusedLamb.__init__": "DeepSpeed's signature, which scripts call by position and by name",
     "OneCycle.__init__": "DeepSpeed's signature, which scripts call by position and by name",
     "build_loader": "keyword-only, the names of torch's DataLoader",
     "PipelineModule.__init__": "DeepSpeed's signature, which scripts call by position and by name",

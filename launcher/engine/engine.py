@@ -458,12 +458,9 @@ class Engine(nn.Module):
         of loading the parameters. Raises: CheckpointError on every rank, with the file that is damaged or what does
         not fit.
         """
+        loads_optimizer = load_optimizer_states and not load_module_only
         options = LoadOptions(
-            is_strict=load_module_strict,
-            loads_optimizer=load_optimizer_states and not load_module_only,
-            loads_schedule=load_lr_scheduler_states,
-            loads_module_only=load_module_only,
-            custom_load=custom_load_fn,
+            load_module_strict, loads_optimizer, load_lr_scheduler_states, load_module_only, custom_load_fn
         )
         return self._checkpoints.load(place_of(load_dir), None if tag is None else str(tag), options)
 
