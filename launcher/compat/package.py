@@ -21,15 +21,18 @@ from launcher.engine import build
 def initialize(*args: Any, **kwargs: Any) -> Any:
     """Do what `launcher.initialize` does; a process that is alone gets a process group of its own, too.
 
-    Libraries gather over it what they log. The log says whose engine answers to DeepSpeed's name, in a line that begins
-    as the one of DeepSpeed, by which tools tell that it trains. Raises: as `launcher.initialize`.
+    `load_checkpoint` of its engine restores neither random numbers nor the position in the data, as that of DeepSpeed.
+    Libraries gather over the group what they log. The log says whose engine answers to DeepSpeed's name, in a line that
+    begins as the one of DeepSpeed, by which tools tell that it trains. Raises: as `launcher.initialize`.
     """
     given = inspect.signature(build.initialize).bind(*args, **kwargs).arguments
     wanted = {name: given[name] for name in ("distributed_port", "dist_init_required") if name in given}
     init_distributed(**wanted)
     answering = f"the built-in engine of launch {launcher.__version__}"
     log_dist(f"DeepSpeed info: version={VERSION}, answered by {answering}", [0])
-    return build.initialize(*args, **kwargs)
+    engine, *others = build.initialize(*args, **kwargs)
+    engine.load_as_deepspeed()
+    return (engine, *others)
 
 
 def init_inference(*_: Any, **__: Any) -> NoReturn:

@@ -140,6 +140,9 @@ class Checkpoint(Section):
         "Warn", "check that tags, and folders, agree"
     )
     format: Annotated[str, choice("launch", "deepspeed")] = key("launch", "deepspeed: its files too, beside ours")
+    exact_resume: OptFlag = key(
+        None, "load_checkpoint restores random numbers and the position in the data; null: not of deepspeed.initialize"
+    )
     load_universal: Flag = key(False, "read the universal form", inert("every checkpoint loads at any world size"))
     use_node_local_storage: Flag = key(False, "every node writes to its own disk")
     parallel_write: Annotated[Section, PARALLEL_WRITE] = key(PARALLEL_WRITE, "writing at the same time")

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
 import pickle
 import platform
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
@@ -93,6 +94,7 @@ class Checkpoints:
         self._is_rank0 = self._rank == 0
         self._saver = BackgroundSaver(CopyRoom(parts.group.copier), is_rank0=self._is_rank0)
         self._has_warned_of_data = False
+        self._is_exact = self._section.exact_resume is not False  # loads restore random numbers and the place in data
 
     # ---- save ----
 
@@ -275,6 +277,22 @@ class Checkpoints:
 
     # ---- load ----
 
+    def follow_deepspeed(self) -> None:
+        """Have loads restore neither random numbers nor the position in the data, unless the config says it.
+
+        Scripts for DeepSpeed seed and skip themselves: what they have had would be skipped twice.
+        """
+        self._is_exact = self._section.exact_resume is True
+
+    @contextlib.contextmanager
+    def exact(self) -> Iterator[None]:
+        """Have loads within the block restore both, unless the config says that they must not."""
+        before, self._is_exact = self._is_exact, self._section.exact_resume is not False
+        try:
+            yield
+        finally:
+            self._is_exact = before
+
     def load(self, root: Place, tag: str | None, options: LoadOptions) -> tuple[str | None, dict[str, Any] | None]:
         """Load; returns the checkpoint's folder and the client state, or None twice where there is no `latest`.
 
@@ -388,6 +406,13 @@ class Checkpoints:
             if optimizer.loss_scaler is not None and state.loss_scaler is not None:
                 optimizer.loss_scaler.load_state_dict(state.loss_scaler)
         engine.take_counters(state)
+        if not self._is_exact:
+            if self._is_rank0 and self._section.exact_resume is None:
+                get_logger().info(
+                    "random numbers and the position in the data are as they were, not those of the checkpoint, as with"
+                    ' DeepSpeed: "exact_resume" in "checkpoint" of the config restores them'
+                )
+            return
         engine.continue_data(private.get("data"))
         if "rng" in private:
             restore_rng(private["rng"], self._parts.group.device)

@@ -120,6 +120,13 @@ class DeepSpeedEngine(Engine):
     Getters of single keys of the config are added below.
     """
 
+    def load_as_deepspeed(self) -> None:
+        """Have `load_checkpoint` restore neither random numbers nor the position in the data: see `exact_resume`.
+
+        What `--resume` and `resume()` load continues exactly all the same.
+        """
+        self._checkpoints.follow_deepspeed()
+
     # ---- facts ----
 
     def get_batch_info(self) -> tuple[int, int, int]:

@@ -479,7 +479,8 @@ class Engine(nn.Module):
         folder: by default `checkpoint.folder` of the config, whose checkpoint `initialize` has loaded already. Returns
         the client state; None where this start begins anew. Raises: CheckpointError, and EngineError without a folder.
         """
-        return self._folder.resume(self, None if folder is None else os.fspath(folder))
+        with self._checkpoints.exact():
+            return self._folder.resume(self, None if folder is None else os.fspath(folder))
 
     def continue_data(self, position: Any) -> None:
         """Have the loader continue at the position that a checkpoint holds; None: it holds none.

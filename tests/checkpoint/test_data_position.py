@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, DistributedSampler
 
 import launcher
+from launcher.compat.package import initialize
 
 SAMPLES, STEPS, BATCH = 60, 4, 6
 
@@ -55,3 +56,46 @@ def test_the_order_of_samples_goes_on(world_size: int, tmp_path: Path) -> None:
     assert {len(steps) for steps in by_rank} == {SAMPLES // BATCH - STEPS}
     seen = [sample for step in zip(*by_rank, strict=True) for row in zip(*step, strict=True) for sample in row]
     assert seen == order[STEPS * BATCH :]
+
+
+def _loads_as_deepspeed(rank: int, world_size: int, folder: str, exact: bool | None, resumes: bool) -> dict[str, bool]:
+    """Return whether a loader goes on, or begins anew, after a script for DeepSpeed has loaded."""
+    config = {
+        "train_micro_batch_size_per_gpu": BATCH // world_size,
+        "steps_per_print": 0,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-4}},
+        "checkpoint": {} if exact is None else {"exact_resume": exact},
+    }
+    found = []
+    for loads in (False, True):
+        torch.manual_seed(5)
+        engine, _, loader, _ = initialize(model=nn.Linear(1, 1), config=config, training_data=Numbers())
+        torch.manual_seed(5)
+        if loads and resumes:
+            with pytest.MonkeyPatch.context() as patch:
+                patch.setenv("LAUNCH_RESUME", "auto")
+                engine.resume(folder)
+        elif loads:
+            engine.load_checkpoint(folder)
+        seen = []
+        for batch in loader:
+            seen.append(batch.flatten().int().tolist())
+            engine.backward(engine(batch).square().mean())
+            engine.step()
+            if not loads and engine.global_steps == STEPS:
+                engine.save_checkpoint(folder)
+        found.append(seen)
+        engine.destroy()
+    whole, loaded = found
+    return {"begins_anew": loaded == whole, "goes_on": loaded == whole[STEPS:]}
+
+
+@pytest.mark.parametrize(
+    ("exact", "resumes", "goes_on"),
+    [(None, False, False), (True, False, True), (None, True, True), (False, True, False)],
+)
+def test_engines_of_deepspeed_leave_the_data_to_the_script(
+    exact: bool | None, resumes: bool, goes_on: bool, tmp_path: Path
+) -> None:
+    for found in run_on_ranks(2, _loads_as_deepspeed, str(tmp_path), exact, resumes):
+        assert (found["goes_on"], found["begins_anew"]) == (goes_on, not goes_on)
