@@ -8,7 +8,7 @@ import subprocess
 import sys
 from typing import Any
 
-import numpy
+import numpy.random  # loaded by the first use else: its state is saved from then on
 import pytest
 import torch
 
