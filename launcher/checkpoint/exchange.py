@@ -1,9 +1,9 @@
 """How ranks agree about a checkpoint: through the store of the process group, beside all collectives.
 
 A collective could be matched with one of the training where a rank calls `save_checkpoint` and another one does not;
-and the thread of an asynchronous save must issue none. Whoever waits here gives up when a collective of the group
-would, and names the ranks that were missing: rank 0 may write a large file of its own, such as a Trainer's
-model.safetensors, while the others have called `save_checkpoint`. What is missing for `other_ranks_s` is said before.
+and the thread of an asynchronous save must issue none. Whoever waits here gives up after a while, and names the ranks
+that were missing. Rank 0 is waited for as long as a collective of the group would, with a warning before: it may write
+a large file of its own, such as a Trainer's model.safetensors, while the others have called `save_checkpoint`.
 """
 
 from __future__ import annotations
@@ -53,8 +53,7 @@ class Exchange:
     def gather(self, value: Any, *, timeout_s: float | None = None) -> list[Any] | None:
         """Return the values of all ranks on rank 0, None elsewhere.
 
-        timeout_s: rank 0 waits so long; default: the group's timeout, with a warning after `other_ranks_s`. Raises:
-        CheckpointError where a rank is missing.
+        timeout_s: rank 0 waits so long; default: `other_ranks_s`. Raises: CheckpointError where a rank is missing.
         """
         phase = self._next_phase()
         if self._store is None:
@@ -122,13 +121,17 @@ class Exchange:
         return f"{self._prefix}/{self._num_phases}"
 
     def _wait(self, keys: list[str], timeout_s: float | None) -> None:
-        # Of files that are written or read no one is to be warned: their time is known by their size alone.
-        warns_after_s = timeouts().other_ranks_s if timeout_s is None else math.inf
-        timeout_s = self._timeout_s if timeout_s is None else timeout_s
-        start_s = time.monotonic()
+        late_s, start_s = timeouts().other_ranks_s, time.monotonic()
+        # Rank 0 may have a large file of its own to write before it comes. Once it has come it waits for others itself.
+        is_for_rank0 = timeout_s is None and self.rank != 0
+        warns_after_s = late_s if is_for_rank0 else math.inf
+        if timeout_s is None:
+            timeout_s = self._timeout_s if is_for_rank0 else late_s
         for key in keys:  # one is asked for at a time: of thousands of ranks too
             while not self._store.check([key]):
                 waited_s = time.monotonic() - start_s
+                if is_for_rank0 and self._gathered and self._store.check(self._gathered[:1]):
+                    is_for_rank0, warns_after_s, timeout_s = False, math.inf, min(timeout_s, waited_s + late_s)
                 if waited_s > timeout_s:
                     error = self._error(self._missing(keys), timeout_s)
                     self._take_back()

@@ -427,7 +427,7 @@ class Engine(nn.Module):
         section the training waits for a copy in host memory only; see `wait_for_checkpoint`.
 
         Until the last file is on the disk, the checkpoint that was there before stays as it is. Raises: CheckpointError
-        on every rank where one of them cannot save, or does not call it within the timeout of the process group.
+        on every rank where one of them cannot save, or does not call it within a minute after rank 0.
         """
         name = f"global_step{self.global_steps}" if tag is None else str(tag)
         with self._watch.saving(f"{save_dir}/{name}"):

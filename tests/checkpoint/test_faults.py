@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import datetime
 import errno
 import os
 import re
@@ -233,9 +234,12 @@ def _only_one_saves(rank: int, world_size: int, folder: str, caller: int) -> lis
     engine = make_engine(world_size, 1)
     train(engine, 1)
     said = ""
-    scaled = timeouts().scaled(0.01)
+    scaled, of_group = timeouts().scaled(0.01), datetime.timedelta(seconds=1)
     if rank == caller:
-        with mock.patch("launcher.checkpoint.exchange.timeouts", return_value=scaled):
+        with (
+            mock.patch("launcher.checkpoint.exchange.timeouts", return_value=scaled),  # what rank 0 waits
+            mock.patch("launcher.checkpoint.exchange.timeout_of", return_value=of_group),  # the others, for rank 0
+        ):
             said = _save_and_say(engine, folder, "alone")
     before = full_state(engine)  # of all ranks together
     engine.save_checkpoint(folder, "together")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import datetime
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,6 +24,7 @@ from torch.utils.data import DataLoader
 
 import launcher
 from launcher.base.errors import CheckpointError, EngineError
+from launcher.base.timeouts import Timeouts
 from launcher.checkpoint import exchange
 from launcher.checkpoint.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 from launcher.comm.streams import Side
@@ -516,7 +516,7 @@ def _saves_alone(rank: int, world_size: int, folder: str) -> str:
     said = ""
     if rank == 0:
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(exchange, "timeout_of", lambda *_: datetime.timedelta(seconds=0.5))
+            patch.setattr(exchange, "timeouts", lambda: Timeouts(other_ranks_s=0.5))
             with pytest.raises(CheckpointError) as error:
                 engine.save_checkpoint(folder)
         said = str(error.value)
