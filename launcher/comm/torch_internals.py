@@ -64,7 +64,7 @@ def drop_outdated_accumulator(leaf: Tensor) -> None:
     A graph that was recorded when the leaf had other memory keeps the node of then. Torch drops it where `data` changes
     its type, and takes no notice of a change of shape.
     """
-    if not leaf.requires_grad:
+    if not leaf.requires_grad or torch.is_inference_mode_enabled():  # there no graph is recorded
         return
     node: Any = get_gradient_edge(leaf).node
     if tuple(node._input_metadata[0].shape) != tuple(leaf.shape):
