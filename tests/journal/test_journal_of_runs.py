@@ -35,7 +35,9 @@ ENGINE = """
         engine.step()
     engine.save_checkpoint("checkpoint")
     launcher.log(accuracy=0.5, name="end")
+    engine.any_rank(False)  # all have saved
     if os.environ["LAUNCH_RESTART_COUNT"] == "0" and engine.global_rank == 1:
+        time.sleep(2)  # the other rank, which is ended then, writes what it has to say twice a second
         sys.exit(3)
 """
 PLAIN = """
