@@ -35,7 +35,9 @@ _OWN_FILES = 24  # the agent's own, and those that are open while a rank is star
 _PIPE_BYTES = 1 << 20  # what a rank can write before it waits for the agent
 _MAX_LEFT_BYTES = 4 << 20  # of a file that a rank has left
 _NUM_RECORDED = "2000"  # collectives in torch's flight recorder: its own default, since torch has one that is not 0
-_USE_AGENT_STORE = "TORCHELASTIC_USE_AGENT_STORE"  # with it rank 0 would wait for a store that nobody serves
+_USE_AGENT_STORE = (
+    "TORCHELASTIC_USE_AGENT_STORE"  # with it rank 0 would connect to torchrun's store in place of starting one
+)
 _LIBRARY = os.path.dirname(os.__file__)
 _FRAMES_OF = ("start.py", "worker.py", os.path.join("api", "rank.py"))  # lead to the user's code
 OWN_THREADS = ("launcher/compat/collectives.py", "launcher/journal/rank.py")  # of a rank

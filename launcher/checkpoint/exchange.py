@@ -48,6 +48,7 @@ class Exchange:
         self._num_phases = 0
         self._said: list[str] = []  # keys of what rank 0 has broadcast
         self._gathered: list[str] = []  # keys of what all ranks say in the last `gather`
+        self._has_rank0 = False  # it has called, which it takes back when it gives up
         self._has_finished = False
 
     def gather(self, value: Any, *, timeout_s: float | None = None) -> list[Any] | None:
@@ -122,7 +123,7 @@ class Exchange:
 
     def _wait(self, keys: list[str], timeout_s: float | None) -> None:
         late_s, start_s = timeouts().other_ranks_s, time.monotonic()
-        # Rank 0 may have a large file of its own to write before it comes. Once it has come it waits for others itself.
+        # Rank 0 may have a large file of its own to write before its call. After that it waits for others itself.
         is_for_rank0 = timeout_s is None and self.rank != 0
         warns_after_s = late_s if is_for_rank0 else math.inf
         if timeout_s is None:
@@ -132,6 +133,7 @@ class Exchange:
                 waited_s = time.monotonic() - start_s
                 if is_for_rank0 and self._gathered and self._store.check(self._gathered[:1]):
                     is_for_rank0, warns_after_s, timeout_s = False, math.inf, min(timeout_s, waited_s + late_s)
+                    self._has_rank0 = True
                 if waited_s > timeout_s:
                     error = self._error(self._missing(keys), timeout_s)
                     self._take_back()
@@ -163,7 +165,8 @@ class Exchange:
         if len(keys) == 1:
             # Rank 0 has taken what was gathered: it alone is waited for.
             has_taken = not self._gathered or not self._store.check([self._gathered[self.rank]])
-            keys = keys if has_taken else self._gathered
+            called = self._gathered[1:] if self._has_rank0 else self._gathered
+            keys = keys if has_taken else called
         missing = [key for key in keys if not self._store.check([key])]
         return ", ".join(key.rpartition("/")[2] for key in missing[:8]) if len(keys) > 1 and missing else "0"
 

@@ -59,7 +59,7 @@ def test_the_order_of_samples_goes_on(world_size: int, tmp_path: Path) -> None:
 
 
 def _loads_as_deepspeed(rank: int, world_size: int, folder: str, exact: bool | None, resumes: bool) -> dict[str, bool]:
-    """Return whether a loader goes on, or begins anew, after a script for DeepSpeed has loaded."""
+    """Return whether a loader continues, or begins anew, after a script for DeepSpeed has loaded a checkpoint."""
     config = {
         "train_micro_batch_size_per_gpu": BATCH // world_size,
         "steps_per_print": 0,

@@ -112,6 +112,26 @@ def test_a_rank_that_comes_late_is_waited_for_and_said_once(tmp_path: Path) -> N
     assert all("not on rank 0" in line for line in said)
 
 
+def _last_rank_is_missing(rank: int, world_size: int, folder: str) -> str:
+    engine = make_engine(world_size, 1)
+    said = ""
+    with mock.patch.object(exchange, "timeouts", return_value=Timeouts(other_ranks_s=0.5)):
+        if rank < world_size - 1:
+            said = _said(engine.save_checkpoint, folder)
+    engine.any_rank(False)
+    said += _said(engine.save_checkpoint, folder)  # of all ranks
+    engine.destroy()
+    return said
+
+
+def test_a_rank_that_is_missing_is_named_by_all_that_wait_once_rank_0_has_called(tmp_path: Path) -> None:
+    first, second, last = run_on_ranks(3, _last_rank_is_missing, str(tmp_path))
+    assert "save_checkpoint was called on rank 0" in first
+    assert "save_checkpoint was called on rank 1" in second
+    assert all("not on rank 2" in each for each in (first, second))
+    assert last == ""
+
+
 def _failing_thread(rank: int, world_size: int, folder: str) -> list[str]:
     engine = make_engine(world_size, 1, **ASYNC)
     with mock.patch.object(engine._checkpoints, "_after_commit", _no_memory):
