@@ -11,9 +11,8 @@ import itertools
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from unittest import mock
 
 import torch
 from common import measure_in_turns, median
@@ -22,10 +21,14 @@ from harness.train.spans import RULES, check_update, random_shard
 from torch import Tensor
 
 from launcher.kernels.api import Adam, DeviceScale, Kernel, Span
+from launcher.kernels.check import SpanTypes
+from launcher.kernels.program_shape import ProgramShape
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import describe_kernel, kernel_for
+from launcher.kernels.triton_kernels import TritonKernel
 
 F32, B16, F16 = torch.float32, torch.bfloat16, torch.float16
+ADAMW = Adam(1e-4, 0.9, 0.999, 1e-8, 0.01, step=1)
 SPANS = 24
 AHEAD_CYCLES = 2_000_000  # a millisecond in which the host queues a call: the device's time has no gap for it
 
@@ -139,7 +142,7 @@ def adamw_step(kernel: Kernel, kinds: Kinds, numel: int, device: str, num_spans:
     numbers = itertools.count(1)
 
     def step() -> None:
-        rule = Adam(1e-4, 0.9, 0.999, 1e-8, 0.01, next(numbers))
+        rule = replace(ADAMW, step=next(numbers))
         spans = [Span(rule, m, g, (s, t), param) for (m, g, s, t), param in zip(parts, params, strict=True)]
         kernel.update(spans, scale)
 
@@ -180,13 +183,14 @@ def rates(options: argparse.Namespace, kernel: Kernel) -> None:
         step_of_torch = torch_step(numel, device, is_scaled=is_scaled)
         write(f"torch's fused AdamW, fp32{', scaled' * is_scaled}", step_of_torch, numel * KINDS["fp32"].num_bytes)
     if options.sweep:
-        from launcher.kernels import triton_kernels
-
         for block, warps in itertools.product((512, 1024, 2048, 4096), (2, 4, 8)):
-            with mock.patch.object(triton_kernels, "_NUM_WARPS", warps):
-                name = f"Triton, {block} elements a program, {warps} warps"
-                step = adamw_step(triton_kernels.TritonKernel(block), KINDS[BF16], numel, device)
-                attempt(name, partial(write, name, step, numel * KINDS[BF16].num_bytes))
+            name = f"Triton, {block} elements a program, {warps} warps"
+            step = adamw_step(TritonKernel(ProgramShape(block, warps)), KINDS[BF16], numel, device)
+            attempt(name, partial(write, name, step, numel * KINDS[BF16].num_bytes))
+        own = TritonKernel()
+        own.choose_shape(ADAMW, 2, SpanTypes(param=B16), torch.device(device))
+        name = "Triton, the shape that an engine chooses"
+        write(name, adamw_step(own, KINDS[BF16], numel, device), numel * KINDS[BF16].num_bytes)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -15,10 +16,12 @@ from launcher.comm.mesh import ParallelMesh
 from launcher.config.policies import Place, ZeroPolicy
 from launcher.config.rules import updates_in_parts
 from launcher.config.schema import Config
-from launcher.kernels.api import Kernel
+from launcher.kernels.api import Kernel, Rule
 from launcher.kernels.check import SpanTypes, update_problem
+from launcher.kernels.program_shape import LEAST_NUMEL
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.select import kernel_for
+from launcher.kernels.triton_kernels import TritonKernel
 from launcher.optim.api import DeviceScaled, FlatOptimizer, ParamShard
 from launcher.optim.factory import (
     MUP_TYPES,
@@ -147,27 +150,38 @@ def verified_kernel(
     """
     if plan.kind is None:
         return kernel
-    problem = None if kernel is None else _problem(kernel, plan, shards, state_dtype, group.device)
+    rules = {type(rule): rule for rule in (RULES[plan.kind](each, 2) for each in plan.param_groups)}
+    numels = _numels_by_types(shards, state_dtype, group.device)
+    problem = None if kernel is None else _problem(kernel, rules.values(), numels, group.device)
     num_wrong = sum(group.communicator.gather_scalars(float(kernel is None or problem is not None)))
     if num_wrong and group.rank == 0 and kernel is not None:
         why = problem or f"is missing or computes other steps than the reference on {num_wrong:.0f} other ranks"
         get_logger().warning("the kernel %s %s: it is not used, torch updates the parameters", kernel.name, why)
-    return None if num_wrong else kernel
+    if num_wrong:
+        return None
+    if isinstance(kernel, TritonKernel) and not kernel.is_interpreted:
+        for types in [types for types, numel in numels.items() if numel >= LEAST_NUMEL]:
+            for rule in rules.values():
+                kernel.choose_shape(rule, len(states_of(rule)), types, group.device)
+    return kernel
 
 
-def _problem(
-    kernel: Kernel, plan: OptimizerPlan, shards: Sequence[ParamShard], state_dtype: torch.dtype, device: torch.device
-) -> str | None:
-    """Say what is wrong with the kernel for the types and the rules of this rank's shards on the device."""
-    assert plan.kind is not None
-    there = [shard for shard in shards if shard.owned and shard.master.device.type == device.type]
-    types = {
-        SpanTypes(shard.master.dtype, shard.grad.dtype, state_dtype, None if shard.param is None else shard.param.dtype)
-        for shard in there
-    }
-    rules = {type(rule): rule for rule in (RULES[plan.kind](group, 2) for group in plan.param_groups)}
+def _numels_by_types(
+    shards: Sequence[ParamShard], state_dtype: torch.dtype, device: torch.device
+) -> Counter[SpanTypes]:
+    """Return how many elements on the device this rank updates, by the types of their tensors."""
+    numels: Counter[SpanTypes] = Counter()
+    for shard in shards:
+        if shard.owned and shard.master.device.type == device.type:
+            param_dtype = None if shard.param is None else shard.param.dtype
+            numels[SpanTypes(shard.master.dtype, shard.grad.dtype, state_dtype, param_dtype)] += len(shard.owned)
+    return numels
+
+
+def _problem(kernel: Kernel, rules: Iterable[Rule], types: Iterable[SpanTypes], device: torch.device) -> str | None:
+    """Say what is wrong with the kernel for the rules and the types of this rank's shards on the device."""
     try:
-        for rule in rules.values():
+        for rule in rules:
             for each in types:
                 problem = update_problem(kernel, rule, len(states_of(rule)), each, device)
                 if problem is not None:

@@ -25,7 +25,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -34,16 +34,24 @@ from torch import Tensor
 
 from launcher.kernels import check
 from launcher.kernels.api import Adagrad, Adam, DeviceScale, GradScale, Kernel, Lamb, Lion, Rule, Span
+from launcher.kernels.check import SpanTypes
+from launcher.kernels.program_shape import (
+    DEFAULT_SHAPE,
+    ProgramShape,
+    choose_shape,
+    key_of,
+    median_update_s,
+    span_to_measure,
+)
 
-BLOCK_NUMEL = 1024  # 8 elements for each of 128 threads: 16 bytes of a 16-bit gradient
 CHUNK_NUMEL = 1024  # partial sums that one program adds at a time
-_NUM_WARPS = 4
 _NUM_KEPT = 16
 _ALIGNMENT_BYTES = 16
 _MAX_STATES = 2
 _NUM_FACTORS = 9
 
 _Tensors = tuple[Tensor | None, ...]  # of a span: gradient, master, parameter, two states; None for what is not there
+_Dtypes = tuple[torch.dtype | None, ...]  # of these
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,10 @@ class _Part:
     def device(self) -> torch.device:
         return _gradient(self.tensors[0]).device
 
+    @property
+    def dtypes(self) -> _Dtypes:
+        return _dtypes_of(self.tensors[0])
+
 
 @dataclass(frozen=True)
 class _Tables:
@@ -64,6 +76,7 @@ class _Tables:
 
     spans: Tensor  # int64 [num_spans, 9], columns as in `triton_device`
     block_spans: Tensor  # int32 [num_blocks]
+    shape: ProgramShape
 
 
 class TritonKernel:
@@ -73,15 +86,16 @@ class TritonKernel:
         ImportError: Triton is not installed, or cannot be loaded.
     """
 
-    def __init__(self, block_numel: int = BLOCK_NUMEL) -> None:
-        """block_numel: elements of one program, a power of two and at least 16."""
+    def __init__(self, shape: ProgramShape = DEFAULT_SHAPE) -> None:
+        """shape: of the programs, but where `choose_shape` finds a faster one."""
         import triton
 
         from launcher.kernels import triton_device
 
         self._code = triton_device
         self._language = triton.language
-        self._block_numel = block_numel
+        self._shape = shape
+        self._chosen: dict[tuple[str, torch.device, _Dtypes], ProgramShape] = {}  # of updates: by rule, device, types
         self.is_interpreted = not isinstance(triton_device.update, triton.JITFunction)
         self.name = f"Triton {triton.__version__}" + (", interpreted" if self.is_interpreted else "")
         self._table = lru_cache(_NUM_KEPT)(_upload_table)
@@ -91,24 +105,45 @@ class TritonKernel:
     def update(self, spans: Sequence[Span], grad_scale: GradScale = 1.0) -> None:
         """Update every span from its gradient times `grad_scale`."""
         for part in _parts([_tensors_of(span) for span in spans]):
-            tables, factors = self._tables_of(part), self._factors_of(part, spans)
             rule = type(spans[0].rule).__name__
+            shape = self._chosen.get((rule, part.device, part.dtypes), self._shape)
+            tables, factors = self._tables_of(part, shape), self._factors_of(part, spans)
             if isinstance(grad_scale, DeviceScale):
                 decision = grad_scale.factor, grad_scale.skip
                 self._launch(self._code.update_unless_skipped, part, tables, factors, *decision, RULE=rule)
             else:
                 self._launch(self._code.update, part, tables, factors, float(grad_scale), RULE=rule)
 
+    def choose_shape(self, rule: Rule, num_states: int, types: SpanTypes, device: torch.device) -> None:
+        """Take the fastest shape of programs for updates by rules of a kind on spans of these types on a GPU.
+
+        The first call on a kind of GPU compiles and measures several, in about ten seconds and 0.5 GB of its memory;
+        later ones read what it has found from a file. num_states: of a span. Raises nothing: see `program_shape`.
+        """
+        device = torch.empty(0, device=device).device  # with its index
+        states = [types.state] * num_states + [None] * (_MAX_STATES - num_states)
+        place = type(rule).__name__, device, (types.grad, types.master, types.param, *states)
+        example = cache(partial(span_to_measure, rule, num_states, types, device))
+
+        def measure(shape: ProgramShape) -> float:
+            self._chosen[place] = shape
+            span, scale = example()
+            return median_update_s(lambda: self.update([span], scale))
+
+        self._chosen[place] = choose_shape(key_of(rule, types, device), measure)
+        example.cache_clear()
+        torch.cuda.empty_cache()  # what was measured with is the model's again
+
     def lamb_moments(self, spans: Sequence[Span], grad_scale: float = 1.0) -> Tensor:
         """Update the moments of LAMB; return fp64 [num_spans, 2]: sums of squares of weights and directions."""
         sums = torch.empty(len(spans), 2, dtype=torch.float64, device=spans[0].master.device)
         for part in _parts([_tensors_of(span) for span in spans]):
-            tables, factors = self._tables_of(part), self._factors_of(part, spans)
+            tables, factors = self._tables_of(part, self._shape), self._factors_of(part, spans)
             partials = sums.new_empty(len(tables.block_spans), 2)
             self._launch(self._code.lamb_moments, part, tables, factors, float(grad_scale), partials)
             with torch.cuda.device_of(sums):
                 self._code.sum_blocks_of_spans[(len(part.places), 2)](
-                    tables.spans, partials, sums, BLOCK=self._block_numel, CHUNK=CHUNK_NUMEL
+                    tables.spans, partials, sums, BLOCK=self._shape.block_numel, CHUNK=CHUNK_NUMEL
                 )
         return sums
 
@@ -140,7 +175,7 @@ class TritonKernel:
     def _squares(self, grads: Sequence[Tensor]) -> Iterator[tuple[_Part, _Tables, Tensor]]:
         """Yield the parts of a call with the sum of squares of each block, fp64 [num_blocks]."""
         for part in _parts([(grad, None, None, None, None) for grad in grads]):
-            tables = self._tables_of(part)
+            tables = self._tables_of(part, self._shape)
             partials = torch.empty(len(tables.block_spans), dtype=torch.float64, device=part.device)
             self._launch(self._code.sum_of_squares, part, tables, partials)
             yield part, tables, partials
@@ -151,7 +186,7 @@ class TritonKernel:
         Where nothing differs nothing is written: 6 bytes an element are read.
         """
         is_bf16 = values.dtype == torch.bfloat16
-        numel, block = master.numel(), self._block_numel
+        numel, block = master.numel(), self._shape.block_numel
         with torch.cuda.device_of(master):
             self._code.take_edits[(-(-numel // block),)](
                 master,
@@ -159,7 +194,7 @@ class TritonKernel:
                 numel,
                 IS_BF16=is_bf16,
                 BLOCK=block,
-                num_warps=_NUM_WARPS,
+                num_warps=self._shape.num_warps,
             )
 
     def _launch(
@@ -180,24 +215,24 @@ class TritonKernel:
                 tables.block_spans,
                 *arguments,
                 DTYPES=self._dtypes(part),
-                BLOCK=self._block_numel,
+                BLOCK=tables.shape.block_numel,
                 **constants,
-                num_warps=_NUM_WARPS,
+                num_warps=tables.shape.num_warps,
                 enable_fp_fusion=False,
             )
 
     def _dtypes(self, part: _Part) -> tuple[Any, ...]:
         """Return Triton's names for the dtypes of a span's tensors."""
-        names = (None if tensor is None else str(tensor.dtype).removeprefix("torch.") for tensor in part.tensors[0])
+        names = (None if dtype is None else str(dtype).removeprefix("torch.") for dtype in part.dtypes)
         return tuple(None if name is None else getattr(self._language, name) for name in names)
 
-    def _tables_of(self, part: _Part) -> _Tables:
+    def _tables_of(self, part: _Part, shape: ProgramShape) -> _Tables:
         rows = tuple(
             (place, _gradient(tensors).numel(), *(0 if tensor is None else tensor.data_ptr() for tensor in tensors))
             for place, tensors in zip(part.places, part.tensors, strict=True)
         )
-        block_spans = self._block_spans(tuple(numel for _, numel, *_ in rows), self._block_numel, part.device)
-        return _Tables(self._table(rows, self._block_numel, part.device), block_spans)
+        block_spans = self._block_spans(tuple(numel for _, numel, *_ in rows), shape.block_numel, part.device)
+        return _Tables(self._table(rows, shape.block_numel, part.device), block_spans, shape)
 
     def _factors_of(self, part: _Part, spans: Sequence[Span]) -> Tensor:
         return self._factors(tuple(factors_of(spans[place].rule) for place in part.places), part.device)
@@ -212,11 +247,15 @@ def _gradient(tensors: _Tensors) -> Tensor:
     return tensors[0]
 
 
+def _dtypes_of(tensors: _Tensors) -> _Dtypes:
+    return tuple(None if tensor is None else tensor.dtype for tensor in tensors)
+
+
 def _parts(spans: list[_Tensors]) -> list[_Part]:
     """Sort the spans of a call by their dtypes: nearly always there is one part."""
-    parts: dict[tuple[torch.dtype | None, ...], _Part] = {}
+    parts: dict[_Dtypes, _Part] = {}
     for place, tensors in enumerate(spans):
-        part = parts.setdefault(tuple(None if t is None else t.dtype for t in tensors), _Part([], []))
+        part = parts.setdefault(_dtypes_of(tensors), _Part([], []))
         part.places.append(place)
         part.tensors.append(tensors)
     return list(parts.values())

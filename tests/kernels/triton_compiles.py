@@ -12,7 +12,8 @@ import triton
 from harness.train.spans import RULES, random_shard
 from triton.backends.compiler import GPUTarget
 
-from launcher.kernels.api import DeviceScale, Lamb, Rule
+from launcher.kernels.api import Adam, DeviceScale, Lamb, Rule, Span
+from launcher.kernels.program_shape import CANDIDATES, ProgramShape
 from launcher.kernels.triton_kernels import TritonKernel
 
 
@@ -65,6 +66,18 @@ def test_kernels_compile_and_move_16_bytes_at_a_time(compiled: list[Any], kind: 
     ]
     per_element = {"Adam": {4}, "Adagrad": {2}, "Lion": {1}, "Sgd": {4, 2}, "Lamb": {2}}[kind.__name__]
     assert set(fused) <= {16 * number for number in per_element}
+
+
+@pytest.mark.parametrize("shape", CANDIDATES, ids=str)
+def test_every_shape_of_programs_moves_16_bytes_at_a_time(compiled: list[Any], shape: ProgramShape) -> None:
+    triton.runtime.driver.set_active(AbsentGpu(90))
+    states = torch.zeros(2, 8192)
+    rule = Adam(lr=0.1, beta1=0.9, beta2=0.99, eps=1e-8, weight_decay=0.1, step=1)
+    param = torch.zeros(8192, dtype=torch.bfloat16)
+    TritonKernel(shape).update([Span(rule, torch.zeros(8192), torch.zeros(8192), tuple(states), param)])
+    [kernel] = compiled
+    assert kernel.asm["cubin"]
+    assert "ld.global.v4.b32" in kernel.asm["ptx"]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -6,7 +6,7 @@ With TRITON_INTERPRET=1 everything runs interpreted, on the CPU; else compiled, 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,23 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from harness.train.shards import full_shard
 from harness.train.spans import RULES, Shard, check_rounded, check_update, random_shard
-from torch import Tensor
+from torch import Tensor, nn
 
-from launcher.kernels import triton_device, triton_kernels
+from launcher.comm.groups import world_group
+from launcher.engine import optimizer_plan
+from launcher.kernels import program_shape, triton_device, triton_kernels
 from launcher.kernels.api import Adam, DeviceScale, Lamb, Lion, Rule, Sgd, Span
 from launcher.kernels.check import SpanTypes, edits_problem, norm_problem, update_problem
+from launcher.kernels.program_shape import CANDIDATES, ProgramShape
 from launcher.kernels.reference import ReferenceKernel
 from launcher.kernels.triton_kernels import TritonKernel
+from launcher.optim.factory import plan_from_config
 
 DEVICE = "cpu" if os.environ.get("TRITON_INTERPRET") == "1" else "cuda"
 BLOCK_NUMEL = 128
+SHAPE = ProgramShape(BLOCK_NUMEL, 4)
 # 1,000 in all. LAMB has two passes and takes the interpreter three times as long.
 NUM_CASES = {kind: 100 if kind is Lamb else 225 for kind in RULES}
 NUM_QUICK_CASES = 6  # of these; the others only in a soak
@@ -36,7 +42,7 @@ only_gpu = pytest.mark.skipif(DEVICE == "cpu", reason="there is nothing to see i
 
 @pytest.fixture(scope="module")
 def kernel() -> TritonKernel:
-    return TritonKernel(BLOCK_NUMEL)
+    return TritonKernel(SHAPE)
 
 
 @pytest.fixture(autouse=True)
@@ -84,7 +90,7 @@ def test_every_length_of_a_tail_in_one_launch(monkeypatch: pytest.MonkeyPatch) -
     launches = Launches(triton_device.update)
     monkeypatch.setattr(triton_device, "update", launches)
     rules = [replace(ADAM, lr=0.001 * number, is_decoupled=number % 2 == 0) for number in range(35)]
-    check_update(TritonKernel(16), adam_shard(list(range(35)), [*rules]), DEVICE, 0.5)
+    check_update(TritonKernel(ProgramShape(16, 4)), adam_shard(list(range(35)), [*rules]), DEVICE, 0.5)
     assert launches.count == 1
 
 
@@ -115,7 +121,7 @@ def test_what_differs_from_the_rounded_master_is_taken_over(kernel: TritonKernel
     values[::7], values[::11], values[::1001] = 0.5, -0.0, torch.nan
     expected = torch.where(values != master.to(dtype), values.float(), master)
     taken = torch.cat([master, torch.ones(3)]).to(DEVICE)
-    TritonKernel(16384).take_edits(taken[:-3], values.to(DEVICE))
+    TritonKernel(ProgramShape(16384, 4)).take_edits(taken[:-3], values.to(DEVICE))
     is_nan = expected.isnan()
     assert torch.equal(taken.cpu()[:-3].isnan(), is_nan)
     assert torch.equal(taken.cpu()[:-3][~is_nan].view(torch.int32), expected[~is_nan].view(torch.int32))
@@ -128,7 +134,7 @@ def test_rounding_is_to_nearest_even_bit_by_bit(kernel: TritonKernel, dtype: tor
     master = every_number(dtype)
     taken, zeros = master.to(DEVICE), torch.zeros_like(master, device=DEVICE)
     param = torch.zeros_like(master, dtype=dtype, device=DEVICE)
-    TritonKernel(16384).update([Span(replace(SGD, momentum=0.0), taken, zeros, (), param)])
+    TritonKernel(ProgramShape(16384, 4)).update([Span(replace(SGD, momentum=0.0), taken, zeros, (), param)])
     expected = master.to(dtype)
     is_nan = expected.isnan()
     assert torch.equal(param.cpu().isnan(), is_nan)
@@ -176,7 +182,7 @@ BAD = [(0, 0, 0.0), (0, 15, torch.inf), (0, 16, torch.nan), (2, 0, -torch.inf), 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32,) * 5, (torch.bfloat16,) * 5, (torch.float32, torch.float16) * 3])
 def test_the_first_gradient_that_is_not_finite(dtypes: tuple[torch.dtype, ...]) -> None:
-    kernel = TritonKernel(16)
+    kernel = TritonKernel(ProgramShape(16, 4))
     numels = (17, 0, 33, 5, 100)
     for number, (index, element, value) in enumerate(BAD):
         grads = [torch.ones(numel, dtype=dtype) for numel, dtype in zip(numels, dtypes, strict=False)]
@@ -196,7 +202,7 @@ def test_norms_of_many_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_kernels, "CHUNK_NUMEL", 4)
     # Without an epsilon what lies behind a tail is 0 / 0.
     shard = adam_shard([16 * 9 + 1, 0, 3], [replace(LAMB, eps=0.0)] * 3)
-    sums = TritonKernel(16).lamb_moments(shard.to(DEVICE).spans())
+    sums = TritonKernel(ProgramShape(16, 4)).lamb_moments(shard.to(DEVICE).spans())
     torch.testing.assert_close(sums.cpu(), ReferenceKernel().lamb_moments(shard.spans()), rtol=1e-6, atol=0)
     assert sums[1].tolist() == [0, 0]
 
@@ -229,7 +235,68 @@ def test_the_check_at_start_accepts_these_kernels_and_no_changed_ones(kernel: Tr
                 tables = replace(tables, block_spans=tables.block_spans[:1])
             super()._launch(kernel, part, tables, *arguments, **constants)
 
-    assert "computes other steps" in str(update_problem(OneBlockOnly(BLOCK_NUMEL), ADAM, 2, SpanTypes(), device))
+    assert "computes other steps" in str(update_problem(OneBlockOnly(SHAPE), ADAM, 2, SpanTypes(), device))
+
+
+# ---- the shape of programs ----
+
+
+@pytest.mark.parametrize("kind", RULES, ids=lambda kind: kind.__name__)
+def test_every_shape_writes_the_same_bits(kind: type[Rule]) -> None:
+    shard = random_shard(kind, 5, 3000)
+    taken = [shard.to(DEVICE) for _ in CANDIDATES]
+    for shape, found in zip(CANDIDATES, taken, strict=True):
+        TritonKernel(shape).update(found.spans(), 0.5)
+    for found in taken[1:]:
+        for mine, first in zip((found.master, *found.states), (taken[0].master, *taken[0].states), strict=True):
+            torch.testing.assert_close(mine, first, rtol=0, atol=0, equal_nan=True)
+
+
+def test_updates_take_the_fastest_shape_and_norms_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[str, int]] = []
+    kernel = TritonKernel()
+    launch = kernel._launch
+
+    def noting(code: Any, part: Any, tables: Any, *arguments: Any, **constants: Any) -> None:
+        launched.append((code.__name__, tables.shape.block_numel))
+        launch(code, part, tables, *arguments, **constants)
+
+    def seconds(update: Callable[[], None]) -> float:
+        update()
+        return 1 / launched[-1][1]  # the largest programs are the fastest
+
+    monkeypatch.setattr(kernel, "_launch", noting)
+    monkeypatch.setattr(triton_kernels, "median_update_s", seconds)
+    monkeypatch.setattr(program_shape, "_MEASURED_NUMEL", 3000)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some GPU")
+    types = SpanTypes(param=torch.bfloat16)
+    kernel.choose_shape(ADAM, 2, types, torch.device(DEVICE))
+    assert sorted({numel for _, numel in launched}) == [512, 1024, 2048, 4096]
+    launched.clear()
+    shard = adam_shard([5000, 3]).to(DEVICE)
+    kernel.update(shard.spans())
+    kernel.update(shard.spans(), DeviceScale(torch.ones((), device=DEVICE), torch.zeros((), device=DEVICE)))
+    kernel.measure([shard.grad])
+    assert launched[:3] == [("update", 4096), ("update_unless_skipped", 4096), ("sum_of_squares", 1024)]
+    launched.clear()
+    TritonKernel().choose_shape(ADAM, 2, types, torch.device(DEVICE))  # what the first one has found is in a file
+    assert launched == []
+
+
+def test_large_shards_alone_have_their_shape_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    chosen: list[tuple[str, SpanTypes]] = []
+
+    class Noting(TritonKernel):
+        def choose_shape(self, rule: Rule, num_states: int, types: SpanTypes, device: torch.device) -> None:
+            chosen.append((type(rule).__name__, types))
+
+    kernel, plan = Noting(), plan_from_config("AdamW", {}, nn.Linear(1, 1), None)
+    kernel.is_interpreted = False
+    monkeypatch.setattr(optimizer_plan, "LEAST_NUMEL", 100)
+    shards = [full_shard(torch.ones(60, device=DEVICE)), full_shard(torch.ones(60, device=DEVICE))]
+    for taken in (shards[:1], shards):
+        assert optimizer_plan.verified_kernel(kernel, plan, taken, torch.float32, world_group()) is kernel
+    assert chosen == [("Adam", SpanTypes())]
 
 
 # ---- what a step uploads ----
@@ -244,7 +311,7 @@ def test_a_step_uploads_what_changed(monkeypatch: pytest.MonkeyPatch) -> None:
         return to_device(table, device)
 
     monkeypatch.setattr(triton_kernels, "to_device", counting)
-    kernel, shard = TritonKernel(BLOCK_NUMEL), adam_shard([200, 50]).to(DEVICE)
+    kernel, shard = TritonKernel(SHAPE), adam_shard([200, 50]).to(DEVICE)
     kernel.update(shard.spans())
     assert sorted(map(str, uploaded)) == ["torch.float32", "torch.int32", "torch.int64"]
     shard.rules = [replace(ADAM, step=4)] * 2
