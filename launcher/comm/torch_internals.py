@@ -101,6 +101,17 @@ def num_load_hooks(module: nn.Module) -> int:
     return len(module._load_state_dict_pre_hooks) + len(module._load_state_dict_post_hooks)
 
 
+def hooks_around(module: nn.Module) -> list[Callable[..., Any]]:
+    """Return the hooks that run with a call of a module or with its backward; those set for all modules, too."""
+    shared = nn.modules.module
+    found = (
+        *(module._forward_pre_hooks, module._forward_hooks, module._backward_pre_hooks, module._backward_hooks),
+        *(shared._global_forward_pre_hooks, shared._global_forward_hooks),
+        *(shared._global_backward_pre_hooks, shared._global_backward_hooks),
+    )
+    return [hook for hooks in found for hook in hooks.values()]
+
+
 def non_persistent_buffers(module: nn.Module) -> set[str]:
     """Return the names of a module's own buffers that are in no state dict."""
     return module._non_persistent_buffers_set
@@ -227,6 +238,10 @@ def flops_of(func: Any, args: Any, kwargs: Any, result: Any) -> int:
     if name == "_scaled_dot_product_flash_attention_for_cpu_backward":
         return int(flop_counter.sdpa_backward_flop_count(*(each.shape for each in args[:4])))
     count = flop_counter.flop_registry.get(func.overloadpacket)
+    if count is None and name == "_grouped_mm":  # which the counter leaves out: each row, or column, is in one group
+        left, right = (each.shape for each in args[:2])
+        num_groups = left[0] if len(left) == len(right) == 3 else 1
+        return int(2 * num_groups * left[-2] * left[-1] * right[-1])
     return 0 if count is None else int(count(*args, **kwargs, out_val=result))
 
 

@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 from launcher.base.errors import EngineError
 from launcher.base.log import get_logger
 from launcher.comm.groups import is_first_rank
-from launcher.comm.torch_internals import is_in_transform, outside_graphs, tree_map_only
+from launcher.comm.torch_internals import hooks_around, is_in_transform, outside_graphs, tree_map_only
 from launcher.config.policies import ParameterPolicy
 from launcher.zero.reducer import GradientReducer
 from launcher.zero.schedule import ParameterSchedule, Use
@@ -169,6 +169,18 @@ class _Reader:
         for unit in self._schedule.after_backward(use):
             if unit.grads is not None and self._reducer is not None:
                 self._reducer.after_backward(unit.grads)
+
+
+def is_read_as_called(module: nn.Module) -> bool:
+    """Whether to read a module's own parameters does all that a call of it does besides computing.
+
+    So it is where no hook runs with it but the engine's, and no parameter is sharded: a read waits for what is in
+    flight, as those hooks do. A read of a shard gathers it, which would have to be so on every rank.
+    """
+    if any(not isinstance(getattr(hook, "__self__", None), _Reader) for hook in hooks_around(module)):
+        return False
+    units = [unit_of(param) for param in dict.values(module._parameters) if param is not None]
+    return not any(unit is not None and unit.is_sharded for unit in units)
 
 
 def _base(tensor: Tensor) -> Tensor:

@@ -156,6 +156,41 @@ def test_hooks_of_loading_are_counted() -> None:
     assert torch_internals.num_load_hooks(module) == 2
 
 
+def test_hooks_around_a_module_are_listed() -> None:
+    module, shared = nn.Linear(2, 2), nn.modules.module
+    assert torch_internals.hooks_around(module) == []
+
+    def hook(*_: Any) -> None:
+        pass
+
+    own = (
+        *(module.register_forward_pre_hook, module.register_forward_hook),
+        *(module.register_full_backward_pre_hook, module.register_full_backward_hook),
+    )
+    of_all = (
+        *(shared.register_module_forward_pre_hook, shared.register_module_forward_hook),
+        *(shared.register_module_full_backward_pre_hook, shared.register_module_full_backward_hook),
+    )
+    for register in (*own, *of_all):
+        handle = register(hook)
+        assert torch_internals.hooks_around(module) == [hook]
+        handle.remove()
+        assert torch_internals.hooks_around(module) == []
+
+
+@pytest.mark.skipif(not hasattr(nn.functional, "grouped_mm"), reason="torch.nn.functional.grouped_mm is of torch 2.10")
+def test_flops_of_grouped_products_are_counted() -> None:
+    rows, weights, ends = torch.ones(5, 16), torch.ones(3, 24, 16), torch.tensor([2, 2, 5], dtype=torch.int32)
+    for left, right, offsets, flops in (
+        (rows, weights.transpose(1, 2), ends, 2 * 5 * 16 * 24),
+        (torch.ones(24, 5).t().contiguous().t(), rows, ends, 2 * 5 * 16 * 24),
+        (weights, torch.ones(3, 16, 8), None, 3 * 2 * 24 * 16 * 8),
+    ):
+        with torch_internals.FlopMode() as counted:
+            nn.functional.grouped_mm(left.bfloat16(), right.bfloat16(), offs=offsets)
+        assert counted.total == flops
+
+
 def test_buffers_outside_of_state_dicts_are_named() -> None:
     module = nn.Module()
     module.register_buffer("saved", torch.ones(1))

@@ -16,10 +16,11 @@ from launcher.comm.device import DeviceRuntime, local_device
 from launcher.comm.groups import RankGroup, init_distributed, world_group
 from launcher.comm.hosts import host_all_reduce_max
 from launcher.comm.mesh import expert_group
-from launcher.comm.torch_internals import outside_graphs
+from launcher.comm.torch_internals import is_in_backward, outside_graphs
 from launcher.config.equations import divisors
 from launcher.parallel.expert.exchange import at_experts, output_of, run_each, swap_chunks
 from launcher.parallel.expert.gating import GateOptions, Routing, jittered, route
+from launcher.parallel.expert.grouped import are_groupable, run_grouped
 from launcher.parallel.expert.placement import ExpertPlacement, local_experts, placement_of, set_placement
 from launcher.sharding.mesh import MeshSizes
 from launcher.zero.marks import mark_expert
@@ -171,6 +172,8 @@ class ExpertList(nn.ModuleList):
 class Experts(nn.Module):
     """The experts of a layer. Each rank has its own under their numbers in the whole layer, and None for the others."""
 
+    _runs_grouped = False  # the last forward that was no repetition
+
     def __init__(self, expert: nn.Module, placement: ExpertPlacement) -> None:
         super().__init__()
         self.num_local_experts = placement.num_local
@@ -195,8 +198,14 @@ class Experts(nn.Module):
         return found
 
     def forward(self, rows: Tensor, sizes: Sequence[int]) -> Tensor:
-        """Run this rank's experts: see `run_each`."""
-        return run_each(local_experts(self.deepspeed_experts), rows, sizes)
+        """Run this rank's experts: see `run_each`. At once where that gives the same: see `run_grouped`."""
+        experts = local_experts(self.deepspeed_experts)
+        # A forward that checkpointing repeats in backward runs as the first one did, though a hook has come or gone
+        # since: the two forms save different tensors. Torch takes those of the repetition for those of the forward by
+        # their number and shape, and ends the training where they differ.
+        if not is_in_backward():
+            self._runs_grouped = are_groupable(experts, rows)
+        return (run_grouped if self._runs_grouped else run_each)(experts, rows, sizes)
 
 
 class MOELayer(nn.Module):
