@@ -26,7 +26,7 @@ from torch import Tensor
 from launcher.base.log import get_logger
 from launcher.comm.streams import StreamEvent
 from launcher.config.policies import Place
-from launcher.kernels.cpu import part_of_threads
+from launcher.kernels.cpu import part_of_threads, scaled_copy
 from launcher.optim.api import PreparedUpdate, UnitOptimizer
 from launcher.zero.gradients import UnitGradients
 from launcher.zero.unit import FlatUnit
@@ -160,7 +160,7 @@ class _UnitSpeculation:
             if not self._before:
                 self._before = [torch.empty_like(tensor) for tensor in update.written]
             for kept, tensor in zip(self._before, update.written, strict=True):
-                kept.copy_(tensor)
+                scaled_copy(kept, tensor, 1.0)  # past the caches
             self._is_copied = True
             update.take()
 
@@ -180,7 +180,7 @@ class _UnitSpeculation:
         self._running.exception()
         if self._is_copied:
             for tensor, before in zip(self._update.written, self._before, strict=True):
-                tensor.copy_(before)
+                scaled_copy(tensor, before, 1.0)
             self.unit.params.renew_copy()
         self._update.uncount()
         self._forget()
