@@ -20,9 +20,11 @@ _held: list[int] = []  # notices that came before anybody listened
 def hold_notices() -> None:
     """Remember notices from now on instead of dying of them; `take_held` gives them out. Main thread only.
 
-    A handler, because a signal that is blocked or ignored would be so in every program that is started, too.
+    A handler, because a signal that is blocked or ignored would be so in every program that is started, too. One that
+    our parent has blocked may wait already: no process can handle signals before its interpreter has started.
     """
     signal.signal(NOTICE_SIGNAL, lambda number, _frame: _held.append(number))
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [NOTICE_SIGNAL])
 
 
 def hear_of_children() -> None:

@@ -127,6 +127,17 @@ def test_a_notice_that_comes_while_launch_is_still_starting_is_kept_for_the_rank
     assert result.out.count("SAVED") == 2
 
 
+def test_a_notice_that_is_sent_before_python_has_started_waits_where_it_is_blocked(tmp_path: Path) -> None:
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+    try:
+        job = Launch(tmp_path, "--num_gpus", "2", scripts.write(tmp_path, OBEDIENT))
+        job.signal(signal.SIGUSR1)
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    result = job.wait(60)
+    assert (result.code, result.out.count("SAVED")) == (75, 2), result.err
+
+
 BOTH = """
     import multiprocessing, os, signal, sys, time
     import launcher

@@ -226,23 +226,36 @@ def test_every_script_has_a_job_name(script: str, name: str) -> None:
         ((), "exit 75", 75, False),  # ranks that end so by themselves, each time anew
         (("kill -USR1 $$",), "echo started; exit 0", 75, True),  # a notice before anything runs
         ((), "trap 'exit 75' USR1; while :; do kill -USR1 $PPID; sleep 0.05; done", 75, True),
+        ((), "kill -USR1 $PPID; sleep 0.5; trap 'exit 75' USR1; while :; do sleep 0.05; done", 75, True),
+        ((), "kill -USR1 $PPID; sleep 0.5; exit 3", 3, False),  # before it has listened
         ((), "exit 3", 3, False),
     ],
 )
 def test_a_job_is_requeued_after_a_notice_only(
     tmp_path: Path, setup: tuple[str, ...], launch: str, code: int, is_requeued: bool
 ) -> None:
-    text = render_script(Sbatch("train", requeue=True, setup=setup), ["run", "train.py"])
-    (command,) = [line for line in text.splitlines() if line.endswith(" run train.py &")]
-    text = text.replace(command, f"bash -c {shlex.quote(launch)} &")
-    stub = tmp_path / "scontrol"
-    stub.write_text('#!/bin/sh\necho "SCONTROL $*"\n')
-    stub.chmod(0o755)
-    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
-    done = subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
+    done = run_script(tmp_path, setup, f"bash -c {shlex.quote(launch)} &")
     assert done.returncode == code, done.stderr
     assert ("SCONTROL requeue 7" in done.stdout) == is_requeued
     assert "started" not in done.stdout
+
+
+def test_a_notice_just_before_launch_is_started_is_passed_on(tmp_path: Path) -> None:
+    launch = "trap 'exit 75' USR1; for n in {1..200}; do sleep 0.05; done"
+    done = run_script(tmp_path, (), f"kill -USR1 $$\nbash -c {shlex.quote(launch)} &")
+    assert (done.returncode, "SCONTROL requeue 7" in done.stdout) == (75, True), done.stderr
+
+
+def run_script(folder: Path, setup: tuple[str, ...], start: str) -> subprocess.CompletedProcess[str]:
+    """Run a batch script of --requeue with other lines in place of the one that starts `launch`."""
+    text = render_script(Sbatch("train", requeue=True, setup=setup), ["run", "train.py"])
+    (command,) = [line for line in text.splitlines() if line.endswith(" run train.py &")]
+    text = text.replace(command, start)
+    stub = folder / "scontrol"
+    stub.write_text('#!/bin/sh\necho "SCONTROL $*"\n')
+    stub.chmod(0o755)
+    environment = {"PATH": f"{folder}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    return subprocess.run(["bash", "-c", text], env=environment, capture_output=True, text=True)
 
 
 def test_the_controller_of_slurm_is_asked_less_and_less_often() -> None:
