@@ -1,15 +1,18 @@
 """`launcher.submit`: a function or a script as a batch job of Slurm, as submitit's `executor.submit` is used.
 
 The folder of a job is on a disk that the nodes share, readable by its owner only. It holds `request` and, once the job
-has ended, `ended`, both pickles; `number`, Slurm's own; the batch script, its log `slurm.out`, and the ranks' logs.
+has ended, `ended`, both pickles; `number`, Slurm's own; the batch script, its log `slurm.out` (a link to what
+`Sbatch(output=...)` gives), and the ranks' logs.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
 import pickle
+import re
 import stat
 import sys
 import time
@@ -71,7 +74,8 @@ def submit(
         parameters = Parameters(command=command_for(target, args), **values)
     folder = Path(working_folder(), log_dir or os.environ.get(variables.LOG_DIR.name) or "runs", new_job_id())
     name = job_name_of(getattr(target, "__name__", None) or str(target))
-    batch = dataclasses.replace(slurm, job_name=slurm.job_name or name, output=slurm.output or str(folder / LOG_FILE))
+    output = str(Path(working_folder(), slurm.output or folder / LOG_FILE))
+    batch = dataclasses.replace(slurm, job_name=slurm.job_name or name, output=output)
     script = render_script(batch, [str(folder)], program=own_argv(_THIS_MODULE))
     try:
         make_private_folder(folder)
@@ -198,7 +202,7 @@ class SlurmJob:
         return queue.JobWatch(self.job_id, lambda text: logging.getLogger(__name__).warning("%s: %s", where, text))
 
     def _ended_by_slurm(self, state: queue.JobState | None) -> JobError:
-        log = self.folder / LOG_FILE
+        log = self._log(state)
         lines = log.read_text(errors="replace").splitlines()[-_LOG_LINES:] if log.is_file() else []
         return JobError(
             f"the job ended as {_FORGOTTEN if state is None else state.state} and left no result",
@@ -208,6 +212,15 @@ class SlurmJob:
             details="\n".join(lines),
         )
 
+    def _log(self, state: queue.JobState | None) -> Path:
+        """Return where the batch script writes: as it has left it, else as Slurm says, else as given."""
+        if (log := self.folder / LOG_FILE).exists():
+            return log.resolve()
+        if state is not None and state.log is not None:
+            return state.log
+        given = re.search(r'^#SBATCH --output="?(.*?)"?$', (self.folder / SCRIPT_FILE).read_text(), re.MULTILINE)
+        return Path(given[1]) if given else log
+
 
 def main() -> int:
     """Run the request of a batch job, leave how it ended, and return the exit code: what the batch script runs.
@@ -216,6 +229,12 @@ def main() -> int:
     """
     folder = Path(sys.argv[1])
     parameters: Parameters = pickle.loads((folder / REQUEST_FILE).read_bytes())
+    log = folder / LOG_FILE
+    with contextlib.suppress(OSError):
+        if log.is_symlink():  # of the time before, when the job comes back from the queue
+            log.unlink()
+        if not log.exists():
+            log.symlink_to(os.readlink("/proc/self/fd/1"))
     os.environ.pop(variables.JOB_ID.name, None)  # of a job that has submitted this one: the nodes here are ours
     left: Ended | LauncherError
     try:

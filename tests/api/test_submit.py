@@ -13,6 +13,8 @@ from harness.launch.slurm import LoopbackSlurm
 
 import launcher
 from launcher.base.errors import UsageError
+from launcher.base.timeouts import timeouts
+from launcher.slurm import queue
 
 ASKED = launcher.Sbatch(time="5")
 
@@ -31,7 +33,8 @@ def test_failures_come_back_and_a_job_can_be_followed_cancelled_and_found_again(
     monkeypatch.chdir(tmp_path)
     for name in ("SLURM_CONF",):
         monkeypatch.setenv(name, slurm.env[name])
-    waiting = launcher.submit(wait, slurm=ASKED, env={"TOKEN": "s3cr3t"})
+    elsewhere = launcher.Sbatch(time="5", job_name="own", output="%x-%j-%N.out")
+    waiting = launcher.submit(wait, slurm=elsewhere, env={"TOKEN": "s3cr3t"})
     failing = launcher.submit(fail, slurm=ASKED, ranks=2)
     with pytest.raises(launcher.JobTimeout, match="continues"):
         waiting.result(timeout_s=0.0)
@@ -42,10 +45,34 @@ def test_failures_come_back_and_a_job_can_be_followed_cancelled_and_found_again(
         launcher.SlurmJob(failing.folder.relative_to(tmp_path)).result(timeout_s=60)
     assert isinstance(caught.value.__cause__, KeyError)
     assert caught.value.outcome.run_folder == failing.folder
-    with pytest.raises(launcher.JobError, match="ended as CANCELLED and left no result"):
+    with pytest.raises(launcher.JobError, match="ended as CANCELLED and left no result") as cancelled:
         waiting.result(timeout_s=60)
+    (log,) = tmp_path.glob(f"own-{waiting.job_id}-*.out")
+    assert f"its log is {log}\n" in f"{cancelled.value}\n"
     assert oct(waiting.folder.stat().st_mode & 0o777) == "0o700"
     assert "s3cr3t" not in (waiting.folder / "batch.sh").read_text()
+
+
+@pytest.mark.parametrize(
+    ("output", "log", "where"),
+    [
+        ("%x-%j.out", "/out/own-7.out", "/out/own-7.out"),
+        ("/a b/%x-%j.out", None, "/a b/%x-%j.out"),
+        (None, None, "FOLDER/slurm.out"),
+    ],
+)
+def test_the_log_of_a_job_that_did_not_get_far_is_where_output_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, output: str | None, log: str | None, where: str
+) -> None:
+    """log: what Slurm says; None: it has forgotten the job."""
+    state = None if log is None else queue.JobState("TIMEOUT", 0, Path(log), "None")
+    monkeypatch.setattr(queue, "submit", lambda _: 7)
+    monkeypatch.setattr(queue, "job_state", lambda _: state)
+    monkeypatch.setattr("launcher.api.submit.timeouts", lambda: timeouts().scaled(0.01))
+    job = launcher.submit(print, slurm=launcher.Sbatch(time="5", output=output), log_dir=tmp_path)
+    with pytest.raises(launcher.JobError, match="left no result") as caught:
+        job.result()
+    assert caught.value.diagnostics[0].hint == f"its log is {where.replace('FOLDER', str(job.folder))}"
 
 
 @pytest.mark.parametrize(
