@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import os
 import signal
 
@@ -15,6 +16,8 @@ NOTICE_SIGNAL = signal.SIGUSR1
 STACKS_SIGNAL = signal.SIGURG
 
 _held: list[int] = []  # notices that came before anybody listened
+# Process groups of programs that this process waits for, and that are of no use without it; see `end_helpers`.
+helpers: set[int] = set()
 
 
 def hold_notices() -> None:
@@ -56,7 +59,18 @@ def raise_at_interrupt() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
+@atexit.register
+def end_helpers() -> None:
+    """Kill what the threads of this process wait for: at its end nobody else does."""
+    for group in tuple(helpers):
+        try:
+            os.killpg(group, signal.SIGKILL)
+        except ProcessLookupError:  # it has ended just now
+            continue
+
+
 def _leave(_number: int, _frame: object) -> None:
+    end_helpers()
     os._exit(ExitCode.INTERRUPTED)
 
 

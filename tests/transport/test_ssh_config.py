@@ -5,12 +5,13 @@ from __future__ import annotations
 import getpass
 import os
 import pwd
+import signal
 import subprocess
 from pathlib import Path
 from typing import Any
 
 import pytest
-from harness.launch.command import running, wait_until
+from harness.launch.command import Launch, running, wait_until
 
 from launcher.base.errors import TransportError
 from launcher.base.timeouts import timeouts
@@ -243,3 +244,17 @@ def test_a_config_that_is_never_evaluated_is_given_up(tmp_path: Path) -> None:
             break
     assert (tmp_path / "begun").exists()
     wait_until(lambda: not running("sleep", f"86.{os.getpid()}"), "the end of what it has started")
+
+
+@pytest.mark.parametrize("words", [("run", "train.py"), ("check",), ("exec", "true")])
+def test_what_evaluates_the_config_ends_at_ctrl_c(tmp_path: Path, words: tuple[str, ...]) -> None:
+    sleep = ("sleep", f"{80 + len(words[0])}.{os.getpid()}")
+    (tmp_path / "config").write_text(f'Match host n* exec "exec {" ".join(sleep)}"\n  Port 1\n')
+    (tmp_path / "hosts").write_text("n1 slots=1\nn2 slots=1\n")
+    (tmp_path / "train.py").touch()
+    options = ["--hostfile", "hosts", "--ssh-config", "config"]
+    job = Launch(tmp_path, words[0], *options, *words[1:])
+    wait_until(lambda: bool(running(*sleep)), "the program of the config")
+    job.signal(signal.SIGINT)
+    assert job.wait(30).code == 130
+    wait_until(lambda: not running(*sleep), "the end of what it has started", 10)

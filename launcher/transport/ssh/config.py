@@ -26,6 +26,7 @@ from typing import Any
 
 from launcher.base.errors import HostfileError, TransportError
 from launcher.base.fields import named
+from launcher.base.signals import helpers
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.cluster.nodeset import parse_address
@@ -163,8 +164,11 @@ class Targets:
         threads = [threading.Thread(target=ask, daemon=True) for _ in range(min(_NUM_ASKING, len(left)))]
         for thread in threads:
             thread.start()
-        for thread in threads:
-            thread.join()
+        try:
+            for thread in threads:
+                thread.join()
+        finally:
+            left.clear()  # at Ctrl-C: what they ask now ends with this process, and they ask no more
 
     def _group_of(self, host: Host) -> tuple[Any, ...]:
         if self._host_lines is None or not _UNCHANGED.fullmatch(host.name):
@@ -210,6 +214,8 @@ class Targets:
 def run_briefly(argv: Sequence[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
     """Run a program that asks nothing to its end; what it has started ends with it when it takes too long.
 
+    All of it ends with this process, too.
+
     Raises: OSError, subprocess.TimeoutExpired.
     """
     with subprocess.Popen(
@@ -221,11 +227,14 @@ def run_briefly(argv: Sequence[str], timeout_s: float) -> subprocess.CompletedPr
         text=True,
         errors="surrogateescape",
     ) as process:
+        helpers.add(process.pid)
         try:
             out, err = process.communicate(timeout=timeout_s)
         except BaseException:  # Ctrl-C included
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is no other group's
             raise
+        finally:
+            helpers.discard(process.pid)
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
