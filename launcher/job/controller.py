@@ -12,7 +12,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from launcher.agent.wire import (
@@ -36,6 +36,7 @@ from launcher.base.signals import NOTICE_SIGNAL
 from launcher.base.timeouts import timeouts
 from launcher.base.units import format_duration
 from launcher.cluster.cluster import Host
+from launcher.cluster.nodeset import fold
 from launcher.fleet.agent_link import HEARTBEAT_INTERVAL_S
 from launcher.fleet.fleet import Fleet, sweep_lost_hosts
 from launcher.fleet.host_link import Event, HostEnded
@@ -155,12 +156,8 @@ class Controller:
         for node in self._nodes:
             node.send(TryMaster(plan.master_addr, 0 if is_alone else plan.master_port or 0))
         self._fleet.wait(lambda node: node.master is not None, f"{plan.master_addr} to be reached", limit_s=limit_s)
-        hint = f"give {named('master_addr')} an address of {plan.placement.nodes[0].host.name} that all hosts reach"
-        found = [
-            Diagnostic(f"{plan.master_addr}, where ranks are to meet, {node.master.problem} there", node.name, hint)
-            for node in self._nodes
-            if node.master is not None and node.master.problem is not None
-        ]
+        tried = {node.name: node.master.problem for node in self._nodes if node.master is not None}
+        found = master_findings(plan, {name: problem for name, problem in tried.items() if problem is not None})
         # Slurm has names for nodes that need not be those of the network; what runs there may not need any.
         if found and not is_alone and "srun" not in plan.transports.values():
             raise TransportError.from_diagnostics(found)
@@ -463,6 +460,24 @@ class Controller:
         self._files.close()
         self._files.save(report)
         return report
+
+
+def master_findings(plan: JobPlan, problems: Mapping[str, str]) -> list[Diagnostic]:
+    """Return why ranks would not meet, of each host that does not reach the address; of node 0 where no host does.
+
+    problems: by host. A restart does without the hosts that are named: the others are not lost where it is node 0 that
+    is cut off. Of two hosts nothing says which is.
+    """
+    first, *others = (node.host.name for node in plan.placement.nodes)
+    what = f"{plan.master_addr}, where ranks are to meet,"
+    hint = f"give {named('master_addr')} an address of {first} that all hosts reach"
+    if not (others and problems.keys() >= set(others) and len(problems) > 1):
+        return [Diagnostic(f"{what} {problem} there", name, hint) for name, problem in problems.items()]
+    alike: dict[str, list[str]] = {}
+    for name, problem in problems.items():
+        alike.setdefault(problem, []).append(name)
+    words = "; ".join(f"{problem} on {fold(names)}" for problem, names in alike.items())
+    return [Diagnostic(f"{what} {words}", first, hint)]
 
 
 def _check_port(port: int | None, plan: JobPlan) -> None:

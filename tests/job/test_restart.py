@@ -27,6 +27,7 @@ from launcher.base.timeouts import Timeouts
 from launcher.cluster.cluster import Cluster, Host, Placement, place
 from launcher.fleet.signals import SignalQueue
 from launcher.job import logs
+from launcher.job.controller import master_findings
 from launcher.job.events import Failure, FailureKind, RunReport
 from launcher.job.restart import RestartPolicy, WorldSizes, largest_fit, run_with_restarts
 from launcher.plan.engine_config import EngineConfig
@@ -181,6 +182,27 @@ def test_a_host_that_cannot_be_reached_at_a_restart_is_lost_too() -> None:
     policy = RestartPolicy(max_restarts=1, spares=(Host("c", (0, 1)),))
     runs, _ = hosts_of_runs(policy, [report(1, rank=0), gone, report(0)])
     assert runs == [["a", "b"], ["a", "b"], ["a", "c"]]
+
+
+@pytest.mark.parametrize(
+    ("cut_off", "names", "hosts", "said"),
+    [
+        ("bcd", "abcd", "ebcd", "a: a, where ranks are to meet, gives no answer at port 1 on b,c,d"),
+        ("abcd", "abcd", "ebcd", "a: a, where ranks are to meet, gives no answer at port 1 on a,b,c,d"),
+        ("c", "abcd", "abed", "c: a, where ranks are to meet, gives no answer at port 1 there"),
+        ("b", "ab", "ae", "b: a, where ranks are to meet, gives no answer at port 1 there"),
+    ],
+)
+def test_a_restart_does_without_node_0_where_no_other_host_reaches_it(
+    cut_off: str, names: str, hosts: str, said: str
+) -> None:
+    plan = plan_for(Cluster(tuple(Host(name, (0, 1)) for name in names)))
+    found = master_findings(plan, dict.fromkeys(cut_off, "gives no answer at port 1"))
+    policy, quiet = RestartPolicy(max_restarts=1, spares=(Host("e", (0, 1)),)), Quiet()
+    outcomes = [report(1, rank=0), TransportError.from_diagnostics(found), report(0)]
+    runs, _ = hosts_of_runs(policy, outcomes, names, quiet)
+    assert runs == [list(names), list(names), list(hosts)]
+    assert quiet.warnings[0].startswith(f"{said}; give --master-addr an address of a")
 
 
 def test_an_interrupt_is_no_reason_to_start_again() -> None:

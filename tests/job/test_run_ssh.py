@@ -42,7 +42,7 @@ def test_a_master_that_no_host_resolves_is_an_error_before_any_rank_starts(sshd:
     result = run_launch(tmp_path, *options(sshd), "--master-addr", "no-such-host.invalid", script)
     assert (result.code, result.out) == (69, "")
     assert (
-        "✗ 127.0.0.[1-2]: no-such-host.invalid, where ranks are to meet, cannot be resolved there\n"
+        "✗ 127.0.0.1: no-such-host.invalid, where ranks are to meet, cannot be resolved on 127.0.0.[1-2]\n"
         "  → give --master-addr an address of 127.0.0.1 that all hosts reach\n"
     ) in result.err
 
