@@ -12,6 +12,7 @@ it is ended. Who answers says token and index: a wrong address may well lead to 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import socket
@@ -32,20 +33,27 @@ _MAX_ANSWER_BYTES = 256
 # `import torch`, and no connection may hold it by chance then.
 _FIRST_PORT, _NUM_PORTS = 12_000, 20_000
 _PORT_TRIES = 100
+_PORT_PROBLEMS = {
+    errno.EADDRINUSE: "is in use",
+    errno.EACCES: "is privileged: permission denied, as to all below 1024 (net.ipv4.ip_unprivileged_port_start)",
+}
 _MASTER_S = 5.0  # for an answer from the master, before there are ranks
 
 
-def free_port(wanted: int) -> int:
-    """Return `wanted`, or any port when that is 0; 0 when `wanted` is in use."""
-    if wanted:
-        with socket.socket() as probe:
-            # As torch's own listener: connections of a run before may linger.
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            try:
-                probe.bind(("", wanted))
-            except OSError:
-                return 0
-        return wanted
+def problem_of_port(port: int) -> str | None:
+    """Return why ranks could not listen at `port`, None when they can."""
+    with socket.socket() as probe:
+        # As torch's own listener: connections of a run before may linger.
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", port))
+        except OSError as error:
+            return _PORT_PROBLEMS.get(error.errno or 0, f"cannot be used: {error.strerror}")
+    return None
+
+
+def free_port() -> int:
+    """Return a port that is free."""
     for _ in range(_PORT_TRIES):
         port = _FIRST_PORT + int.from_bytes(os.urandom(4), "big") % _NUM_PORTS
         with contextlib.suppress(OSError), socket.socket() as probe:

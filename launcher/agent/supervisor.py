@@ -16,7 +16,7 @@ import time
 from enum import Enum, auto
 
 from launcher.agent import scratch
-from launcher.agent.ports import free_port, problem_of_master
+from launcher.agent.ports import free_port, problem_of_master, problem_of_port
 from launcher.agent.ranks import Ranks, set_watched
 from launcher.agent.spawn import append_to_call, check_devices, check_files, spawn_failure
 from launcher.agent.wire import (
@@ -202,7 +202,8 @@ class Supervisor:
         if self._state is _State.GONE:
             return
         if isinstance(message, PickPort):
-            self._outbox.send(PortPicked(free_port(message.port)))
+            problem = problem_of_port(message.port) if message.port else None
+            self._outbox.send(PortPicked(0 if problem else message.port or free_port(), problem))
         elif isinstance(message, TryMaster):
             self._outbox.send(MasterTried(problem_of_master(message.address, message.port)))
         elif isinstance(message, Call):

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
     from typing import Any
 
-PROTOCOL_VERSION = 13
+PROTOCOL_VERSION = 14
 MAGIC = b"\x00\x01launch-agent\x01\x00"
 MAX_BANNER_BYTES = 1 << 20
 MAX_HEADER_BYTES = 64 << 20  # environments and arguments of all ranks of a node
@@ -162,7 +162,8 @@ class Pong(Message):
 class PortPicked(Message):
     """The answer to PickPort."""
 
-    port: int  # 0: the one that is wanted is in use
+    port: int  # 0: the one that is wanted cannot be had
+    problem: str | None = None  # why: "is in use"
 
 
 class MasterTried(Message):

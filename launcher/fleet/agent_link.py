@@ -185,7 +185,7 @@ class AgentLink(HostLink):
         channel has no limit of its own. num_ways: that output goes, see `Window`."""
         super().__init__(host)
         self.hello: Hello | None = None
-        self.port: int | None = None  # the answer to PickPort
+        self.picked: PortPicked | None = None  # the answer to PickPort
         self.master: MasterTried | None = None  # the answer to TryMaster
         self.left_pids: tuple[int, ...] = ()  # processes that the agent could not kill
         self.clock_offset_s = math.inf  # our monotonic clock minus the host's, see `_estimate_clock_offset`
@@ -259,7 +259,7 @@ class AgentLink(HostLink):
             self.ponged_s = time.monotonic()
             self._estimate_clock_offset(message.time_s)
         elif isinstance(message, PortPicked):
-            self.port = message.port
+            self.picked = message
         elif isinstance(message, MasterTried):
             self.master = message
         elif isinstance(message, Bye):

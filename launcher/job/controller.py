@@ -21,6 +21,7 @@ from launcher.agent.wire import (
     LeftBehind,
     Notify,
     PickPort,
+    PortPicked,
     Progress,
     Raised,
     SpawnFailed,
@@ -142,9 +143,8 @@ class Controller:
         fleet.wait(lambda node: node.hello is not None, "the agents to answer", limit_s=limit_s)
         if first.placement.node_rank == 0:  # it chooses the port, or looks whether the given one is free
             first.send(PickPort(self._plan.master_port or 0))
-            fleet.wait(lambda node: node.port is not None, "a free port", [first], limit_s)
-            _check_port(first.port, self._plan)
-            self._plan = dataclasses.replace(self._plan, master_port=first.port)
+            fleet.wait(lambda node: node.picked is not None, "a free port", [first], limit_s)
+            self._plan = dataclasses.replace(self._plan, master_port=_picked_port(first.picked, self._plan))
         if self._plan.placement.num_nodes > 1:
             self._try_master(limit_s)
 
@@ -480,16 +480,16 @@ def master_findings(plan: JobPlan, problems: Mapping[str, str]) -> list[Diagnost
     return [Diagnostic(f"{what} {words}", first, hint)]
 
 
-def _check_port(port: int | None, plan: JobPlan) -> None:
-    """Raises: UsageError when node 0 has no port for the ranks to meet at. port: what its agent answered."""
-    if not port:
-        raise UsageError(
-            f"port {plan.master_port} is in use" if plan.master_port else "no TCP port is free",
-            where=plan.placement.nodes[0].host.name,
-            hint=f"give another {named('master_port')}, or leave it out: a free one is chosen"
-            if plan.master_port
-            else None,
-        )
+def _picked_port(picked: PortPicked | None, plan: JobPlan) -> int:
+    """Return the port for the ranks to meet at. picked: what the agent of node 0 answered. Raises: UsageError."""
+    if picked is not None and picked.port:
+        return picked.port
+    wanted, problem = plan.master_port, picked.problem if picked is not None else None
+    raise UsageError(
+        f"port {wanted} {problem or 'is in use'}" if wanted else "no TCP port is free",
+        where=plan.placement.nodes[0].host.name,
+        hint=f"give another {named('master_port')}, or leave it out: a free one is chosen" if wanted else None,
+    )
 
 
 def _advice(failure: Failure | None, plan: JobPlan) -> Advice | None:

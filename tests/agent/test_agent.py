@@ -129,7 +129,7 @@ def test_a_picked_port_can_be_bound(agent: Agent) -> None:
         probe.bind(("127.0.0.1", answer.port))
         probe.listen()
         agent.send(PickPort(answer.port))
-        assert agent.receive() == PortPicked(0)
+        assert agent.receive() == PortPicked(0, "is in use")
     agent.send(PickPort(answer.port))
     assert agent.receive() == answer
 

@@ -67,7 +67,7 @@ MESSAGES = st.one_of(
     st.builds(Stop, st.floats(0, 1e6)),
     st.builds(Sweep, TEXT),
     st.builds(Hello, INTEGERS, INTEGERS, TEXT, st.floats(0, 2e9)),
-    st.builds(PortPicked, INTEGERS),
+    st.builds(PortPicked, INTEGERS, st.none() | TEXT),
     st.builds(Started, INTEGERS, INTEGERS),
     st.builds(SpawnFailed, TEXT, st.none() | TEXT, st.booleans()),
     st.builds(Bye, st.lists(INTEGERS)),

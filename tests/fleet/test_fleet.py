@@ -158,14 +158,14 @@ def test_a_wait_for_an_answer_ends_when_the_host_is_lost() -> None:
     fleet.wait(lambda agent: agent.has_answered)
     wire.said.put(b"")
     with pytest.raises(TransportError, match="lost: the agent ended or the connection was lost"):
-        fleet.wait(lambda agent: agent.port is not None, "a free port", limit_s=20.0)
+        fleet.wait(lambda agent: agent.picked is not None, "a free port", limit_s=20.0)
 
 
 def test_hosts_that_do_not_answer_in_time_are_named_one_by_one() -> None:
     fleet = fleet_of(Wire(), "b", "c")
     fleet.connect()
     with pytest.raises(TransportError) as caught:
-        fleet.wait(lambda agent: agent.port is not None, "a free port", limit_s=0.01)
+        fleet.wait(lambda agent: agent.picked is not None, "a free port", limit_s=0.01)
     assert [finding.where for finding in caught.value.diagnostics] == ["b", "c"]
 
 

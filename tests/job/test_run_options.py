@@ -324,6 +324,20 @@ def test_a_master_port_in_use_ends_before_any_rank_starts(tmp_path: Path) -> Non
     assert not (tmp_path / "ran").exists()
 
 
+def test_a_privileged_master_port_is_not_said_to_be_in_use(tmp_path: Path) -> None:
+    port = int(Path("/proc/sys/net/ipv4/ip_unprivileged_port_start").read_text()) - 1
+    if port < 1:
+        pytest.skip("this machine lets everybody use every port")
+    # root may use it: PR_CAPBSET_DROP of CAP_NET_BIND_SERVICE takes that from what it starts
+    drop = "import ctypes, os, sys; ctypes.CDLL(None).prctl(24, 10); sys.argv[0] = sys.executable"
+    program = ("-c", f"{drop}; os.execv(sys.executable, sys.argv)", ROOT / "launcher" / "__main__.py")
+    words = ("--num_gpus", "2", "--master_port", str(port), scripts.write(tmp_path, ""))
+    result = Launch(tmp_path, *words, program=program).wait()
+    assert (result.code, result.out) == (2, "")
+    assert f"✗ localhost: port {port} is privileged: permission denied, as to all below " in result.err
+    assert "  → give another --master-port, or leave it out: a free one is chosen" in result.err
+
+
 def test_asking_lost_hosts_is_no_part_of_the_time_ranks_needed_to_stop(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
