@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import errno
 import html
 import json
@@ -25,6 +26,7 @@ from harness.refused import refused
 from textual.pilot import Pilot
 from textual.widgets import Input, Static
 
+from launcher.cli.commands import trace as trace_command
 from launcher.cli.commands.top import _kill, _stacks, _trace, top
 from launcher.cli.top import app as screens
 from launcher.cli.top import frame
@@ -33,6 +35,7 @@ from launcher.cli.top.frame import Filter, chart, phase_widths
 from launcher.cli.top.widgets import Rows
 from launcher.journal import live
 from launcher.journal.live import RankView
+from launcher.journal.trace_request import REQUEST_FILE, parsed_request
 from launcher.registry.registry import JobEntry, all_jobs, find_job
 
 SMALL, LARGE = (80, 24), (140, 40)
@@ -276,6 +279,31 @@ def test_a_trace_is_given_up_when_its_screen_is_left(tmp_path: Path) -> None:
 
     watch(use, find_job(job.job_id), trace=trace)
     assert ends == ["given up", "written"]
+
+
+def test_a_trace_begins_when_the_one_that_was_just_given_up_has_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    job = a_job(tmp_path)
+    request, ids = Path(find_job(job.job_id).run_folder) / REQUEST_FILE, list[str]()
+    monkeypatch.setattr(trace_command, "_POLL_S", 1.0)  # the user is quicker
+
+    def is_asked() -> bool:
+        with contextlib.suppress(OSError):
+            asked = parsed_request(request.read_bytes())
+            ids.extend([asked.id] if asked is not None and asked.id not in ids else [])
+        return bool(ids)
+
+    async def use(seen: Screens) -> None:
+        await seen.press("p")
+        await seen.until(is_asked, "the first request")
+        await seen.press("escape", "p")
+        await seen.until(lambda: is_asked() and len(ids) == 2, "the second request")
+        await seen.shows("the ranks record their next steps")
+        await seen.press("escape")
+        await seen.until(lambda: not request.exists(), "the end of the second")
+
+    watch(use, find_job(job.job_id))
 
 
 def test_a_real_job_is_watched_its_stacks_taken_and_killed(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sys
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +20,7 @@ from launcher.journal.live import LiveJob
 from launcher.registry.registry import JobEntry, all_jobs, find_job
 
 _MAX_RANKS = 200  # of a frame
+_tracing = threading.Lock()
 _EPILOG = """\b
 examples:
   launch top
@@ -67,7 +69,8 @@ def _stacks(entry: JobEntry) -> str:
 
 
 def _trace(entry: JobEntry, is_cancelled: Callable[[], bool]) -> str:
-    recorded = record_trace(entry, say=lambda _: None, is_cancelled=is_cancelled)
+    with _tracing:  # one that was given up takes a moment to end
+        recorded = record_trace(entry, say=lambda _: None, is_cancelled=is_cancelled)
     return "\n".join([recorded.summary, *(f"rank {rank}: {reason}" for rank, reason in recorded.missing.items())])
 
 
