@@ -1,7 +1,7 @@
 """Changes modules of other libraries as they are imported: those in `_CHANGED` of the package, and no others.
 
 accelerate and Lightning train on CPUs then, and transformers initialises weights that are sharded; the arguments of its
-Trainer follow LAUNCH_CONFIG_PATCH. The panel of
+Trainer follow LAUNCH_CONFIG_PATCH, and it waits for checkpoints. The panel of
 `launch` shows which modules are being imported, which changes nothing of them.
 """
 
@@ -11,6 +11,7 @@ import contextlib
 import functools
 import importlib
 import os
+import sys
 from collections.abc import Callable, Iterable
 from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from types import ModuleType
@@ -147,6 +148,40 @@ def _is_sharded(param: Any) -> bool:
 
 def _are_initialized(values: Iterable[Any]) -> bool:
     return all(getattr(value, "_is_hf_initialized", False) for value in values)
+
+
+def wait_for_checkpoints(module: Any) -> None:
+    """Have the Trainer of the module `transformers.trainer` wait for a checkpoint before it looks for it.
+
+    It looks into the folder of the best checkpoint, or of that to continue from, before it asks the engine to load, and
+    removes folders at the end of the training: an asynchronous save may still write there. It asks where checkpoints
+    are before it does the latter, and before each save, which waits for the one before anyway. A single checkpoint that
+    is kept replaces the one before only once it is there.
+    """
+    trainer, save = module.Trainer, module.Trainer._save_optimizer_and_scheduler
+
+    def waiting(function: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(function)
+        def wait_first(*arguments: Any, **options: Any) -> Any:
+            _wait_for_saves()
+            return function(*arguments, **options)
+
+        return wait_first
+
+    @functools.wraps(save)
+    def save_before_others_go(self: Any, *arguments: Any) -> None:
+        save(self, *arguments)
+        if self.args.save_total_limit == 1:
+            _wait_for_saves()
+
+    module.deepspeed_load_checkpoint = waiting(module.deepspeed_load_checkpoint)
+    trainer._get_output_dir = waiting(trainer._get_output_dir)
+    trainer._save_optimizer_and_scheduler = save_before_others_go
+
+
+def _wait_for_saves() -> None:
+    if saving := sys.modules.get("launcher.checkpoint.saving.save"):  # else nothing has been saved
+        saving.wait_for_saves()
 
 
 def patch_arguments(module: Any) -> None:

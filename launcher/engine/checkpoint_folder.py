@@ -16,6 +16,7 @@ from launcher.base.preemption import EXIT_REQUEUE, preempted
 from launcher.base.resume import AUTO, StartKind, start_kind
 from launcher.checkpoint.exchange import Exchange, error_text
 from launcher.checkpoint.load import READ_TIMEOUT_S
+from launcher.checkpoint.saving.save import wait_for_saves
 from launcher.checkpoint_files.place import Place, place_of
 from launcher.checkpoint_files.retention import Retention, add_owner, by_age, candidates, owners_of, prune
 from launcher.checkpoint_files.verify import Finding, verify
@@ -174,6 +175,7 @@ def _resume_from(engine: ResumableEngine, folder: str | None, group: RankGroup) 
     None: it begins anew. folder: where the job saves. Raises: CheckpointError where the checkpoint does not fit the
     model, where all are damaged, or where `--resume` names a folder without any.
     """
+    wait_for_saves()  # the newest may be one of this process
     exchange = Exchange(group, "resume")
     choice: _Choice | None = None  # rank 0's: the environment of another host may say something else
     if group.rank == 0:

@@ -24,7 +24,15 @@ from launcher.checkpoint.formats.open import is_checkpoint, open_source
 from launcher.checkpoint.formats.source import WEIGHT, CheckpointSource, RunState
 from launcher.checkpoint.load import READ_TIMEOUT_S, Target, groups_for, load_parameters
 from launcher.checkpoint.saving.contents import Copies, CopyRoom, UnitContents, contents_of, writer_index
-from launcher.checkpoint.saving.save import BackgroundSaver, Encoded, RankData, Save, SaveRequest, SharedData
+from launcher.checkpoint.saving.save import (
+    BackgroundSaver,
+    Encoded,
+    RankData,
+    Save,
+    SaveRequest,
+    SharedData,
+    wait_for_saves,
+)
 from launcher.checkpoint.values.rng import restore_rng, rng_state
 from launcher.checkpoint_files.folder import LATEST, latest_tag
 from launcher.checkpoint_files.manifest import check_tag
@@ -300,6 +308,7 @@ class Checkpoints:
         """
         self._parts.sharded.offloaded.reload()
         self._saver.wait()
+        wait_for_saves()  # of other engines: what is to be loaded may be theirs
         exchange = Exchange(self._parts.mesh.world, "load_checkpoint")
         tag = self._agreed_tag(exchange, root, tag)
         if tag is None:

@@ -12,7 +12,7 @@ from unittest import mock
 
 import pytest
 from harness.logs import logged
-from harness.train.checkpoint_runs import make_engine, train
+from harness.train.checkpoint_runs import make_engine, saves_held, train
 from harness.train.ranks import run_on_ranks
 
 from launcher.base.errors import CheckpointError
@@ -161,6 +161,26 @@ def _dropped(rank: int, world_size: int, folder: str) -> list[Any]:
 
 def test_a_save_goes_to_its_end_without_its_engine(tmp_path: Path) -> None:
     assert run_on_ranks(1, _dropped, str(tmp_path)) == [["None", ["last"], "last"]]
+
+
+def _loaded_while_saved(rank: int, world_size: int, folder: str) -> list[int]:
+    """Return at which step engines are that load what another one, and they themselves, are still saving."""
+    first, second = (make_engine(world_size, 1, **ASYNC) for _ in range(2))
+    steps = []
+    with saves_held(), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LAUNCH_RESUME", "auto")
+        for num_steps, load in ((1, second.load_checkpoint), (2, first.resume), (3, second.resume)):
+            train(first, num_steps - first.global_steps)
+            first.save_checkpoint(folder)
+            load(folder)
+            steps.append((first if load == first.resume else second).global_steps)
+    first.destroy()
+    second.destroy()
+    return steps
+
+
+def test_who_loads_waits_for_a_save_of_this_process(tmp_path: Path) -> None:
+    assert run_on_ranks(2, _loaded_while_saved, str(tmp_path)) == [[1, 2, 3]] * 2
 
 
 def _unreadable_folder(rank: int, world_size: int, folder: str) -> str:

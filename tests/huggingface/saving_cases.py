@@ -19,6 +19,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from harness.refused import refused
+from harness.train.checkpoint_runs import saves_held
 from huggingface.trainer_cases import ADAMW, WARMUP_DECAY_LR, config_of, losses_of, model_and_data
 from transformers import AutoModelForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
@@ -137,11 +138,17 @@ class Digests(TrainerCallback):
         self.at[f"save-{state.global_step}"] = digest_of(self.trainer.deepspeed)
 
 
-def run(folder: Path, config: dict[str, Any], resume: str | bool | None = None, **arguments: Any) -> dict[str, Any]:
+def run(
+    folder: Path,
+    config: dict[str, Any],
+    resume: str | bool | None = None,
+    *callbacks: TrainerCallback,
+    **arguments: Any,
+) -> dict[str, Any]:
     """Train, from a checkpoint where one is given; return losses, learning rates and digests by step."""
     digests = Digests()
     trainer = trainer_of(
-        folder, config, callbacks=[digests], **{"save_strategy": "steps", "save_steps": 2, **arguments}
+        folder, config, callbacks=[digests, *callbacks], **{"save_strategy": "steps", "save_steps": 2, **arguments}
     )
     digests.trainer = trainer
     trainer.train(resume_from_checkpoint=resume)
@@ -250,12 +257,14 @@ def case_limit(folder: Path) -> dict[str, Any]:
     return {"steps": folders_of(path), "epochs": folders_of(by_epoch)}
 
 
-def _best(folder: Path, stage: int, strategy: str) -> dict[str, Any]:
+def _best(
+    folder: Path, stage: int, strategy: str, *callbacks: TrainerCallback, checkpoint: Any = None, **arguments: Any
+) -> dict[str, Any]:
     digests = Digests()
     trainer = trainer_of(
         folder,
-        configured(stage),
-        callbacks=[digests],
+        {**configured(stage), "checkpoint": checkpoint or {}},
+        callbacks=[digests, *callbacks],
         save_strategy=strategy,
         eval_strategy="steps",
         eval_steps=1,
@@ -267,6 +276,7 @@ def _best(folder: Path, stage: int, strategy: str) -> dict[str, Any]:
         lr_scheduler_type="constant",
         max_grad_norm=0.0,
         dropout=0.0,
+        **arguments,
     )
     digests.trainer = trainer
     trainer.train()
@@ -294,6 +304,40 @@ def case_best_at_end_stage_2(folder: Path) -> dict[str, Any]:
 def case_best_at_end_stage_3(folder: Path) -> dict[str, Any]:
     """The same with parameters that each rank has a shard of."""
     return _best(folder / "best_3", 3, "steps")
+
+
+class _Counts(TrainerCallback):
+    """Notes at each save how many checkpoints are there."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.num_there: list[int] = []
+
+    def on_save(self, *_: Any, **__: Any) -> None:
+        self.num_there.append(len(list(self._folder.glob("checkpoint-*/global_step*"))))
+
+
+ASYNC = {"async": True}
+
+
+def case_asynchronous_best(folder: Path) -> dict[str, Any]:
+    """The best model, which is the last one, at the end with asynchronous saves, of which one is kept."""
+    path = folder / "async_best"
+    counts = _Counts(path)
+    with saves_held():
+        found = _best(path, 3, "steps", counts, checkpoint=ASYNC, save_total_limit=1, max_steps=2)
+    return {**found, "num_there": counts.num_there}
+
+
+def case_asynchronous(folder: Path) -> dict[str, Any]:
+    """Asynchronous saves, and one to continue from."""
+    path = folder / "async"
+    counts = _Counts(path)
+    with saves_held():
+        whole = run(path, {**configured(3), "checkpoint": ASYNC}, None, counts)
+        counts.on_save()
+    again = run(folder / "async_resumed", configured(3), resume=str(path / f"checkpoint-{NUM_BEFORE}"))
+    return {"whole": whole, "resumed": again, "num_there": counts.num_there}
 
 
 def case_only_model(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ CASES = [
     *["one_rank", "one_to_two", "two_ranks", "two_to_one"],
     *[f"resume_{name}" for name in RESUMED],
     *["resumed_by_true", "limit", "best_at_end_stage_3", "only_model", "save_model", "not_gathered", "bad_checkpoints"],
+    *["asynchronous", "asynchronous_best"],
     *["evaluate_alone", "evaluate_alone_stage_2", "generate_at_evaluation", "example", "best"],
 ]
 MORE_CASES = [
@@ -113,6 +114,16 @@ def test_the_best_model_is_loaded_at_the_end(found: Found) -> None:
 @pytest.mark.soak
 def test_the_best_model_is_loaded_at_the_end_at_stage_2(found_in_soak: Found) -> None:
     check_best_at_end(found_in_soak, "best_at_end_stage_2")
+
+
+def test_a_trainer_waits_for_an_asynchronous_save_before_it_looks_for_it(found: Found) -> None:
+    for rank in returned(found, "asynchronous_best"):
+        assert rank["folders"] == [rank["best"]] == ["checkpoint-2"]
+        assert rank["end"] == rank["saved"]["save-2"] != rank["saved"]["save-1"]
+    assert 0 not in returned(found, "asynchronous_best")[0]["num_there"]  # of one that is kept, none is removed before
+    check_resumed(found, "asynchronous")
+    for rank in returned(found, "asynchronous"):
+        assert rank["num_there"] == [0, 1, 2]  # at each of two saves, and at the end
 
 
 def test_only_the_model_is_saved_where_that_was_asked_for(found: Found) -> None:

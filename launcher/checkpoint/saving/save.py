@@ -471,6 +471,15 @@ def _listed(values: list[str]) -> str:
 # ---- Beside the training ----
 # At most one save is in flight. Its copies take as many bytes as this rank's files, and are kept for the next save.
 
+_THREAD = "launch-checkpoint"
+
+
+def wait_for_saves() -> None:
+    """Wait until no engine of this process saves any more, also one that is gone. What has failed was logged."""
+    for thread in threading.enumerate():
+        if thread.name == _THREAD:
+            thread.join()
+
 
 class BackgroundSaver:
     """Writes copies in a thread."""
@@ -493,7 +502,7 @@ class BackgroundSaver:
                 if self._is_rank0:
                     get_logger().error("%s; the training continues without this checkpoint", self._error)
 
-        self._thread = threading.Thread(target=run, name="launch-checkpoint", daemon=False)
+        self._thread = threading.Thread(target=run, name=_THREAD, daemon=False)
         self._thread.start()
 
     def wait(self) -> None:

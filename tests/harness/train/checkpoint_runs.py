@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -12,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import launcher
+from launcher.checkpoint.saving.save import Save
 from launcher.checkpoint_files.folder import committed_in, latest_tag
 from launcher.zero.parameters import unit_params_of
 
@@ -160,3 +165,25 @@ def is_consistent(folder: Path) -> bool:
     """Whether `latest` is absent or names a checkpoint that is there."""
     tag = latest_tag(folder)
     return tag is None or tag in {each.path.name for each in committed_in(folder)}
+
+
+@contextlib.contextmanager
+def saves_held() -> Iterator[None]:
+    """Have an asynchronous save write only once it is waited for: the slowest disk there is."""
+    awaited: dict[threading.Thread, threading.Event] = defaultdict(threading.Event)
+    write, join = Save.write, threading.Thread.join
+
+    def write_late(save: Save, *arguments: Any) -> Any:
+        awaited[threading.current_thread()].wait()
+        return write(save, *arguments)
+
+    def release_and_join(thread: threading.Thread, timeout: float | None = None) -> None:
+        awaited[thread].set()
+        join(thread, timeout)
+
+    with mock.patch.object(Save, "write", write_late), mock.patch.object(threading.Thread, "join", release_and_join):
+        try:
+            yield
+        finally:
+            for thread in threading.enumerate():
+                awaited[thread].set()
