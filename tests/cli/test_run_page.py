@@ -12,12 +12,14 @@ from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 from harness.launch.command import run_here
 from harness.launch.journals import BEGAN_S, Record, Try, write_job
 from harness.needs import need_module
 
+from launcher.cli.views import charts
 from launcher.journal.trace_merge import read_steps
 
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -189,6 +191,17 @@ def test_collectives_of_traced_steps_are_on_one_clock(pages: Path) -> None:
     assert "collectives" not in {chart["key"] for chart in json.loads(cut.scripts[0])}
     assert "The recorded steps are not shown: " in cut.text
     assert "trace_1.json.gz is not a trace of launch, or is damaged" in cut.text
+
+
+@pytest.mark.parametrize(
+    ("num_kept", "left_out"), [(8, []), (6, ["2 collectives"]), (3, ["1 phase and 4 collectives"])]
+)
+def test_spans_that_are_left_out_are_named(num_kept: int, left_out: list[str], tmp_path: Path) -> None:
+    write_trace(tmp_path)
+    with mock.patch.object(charts, "_MAX_SPANS", num_kept):
+        chart = charts.collectives_chart(mock.Mock(folder=tmp_path), "")
+    assert chart is not None
+    assert re.findall(r" The shortest are left out: (.+?)\.", chart.note) == left_out
 
 
 def test_a_damaged_trace_is_an_error_of_its_own(tmp_path: Path) -> None:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import html
 import math
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from launcher.base.secrets import mask_text
-from launcher.base.units import format_bytes, printable
+from launcher.base.units import counted, format_bytes, printable
 from launcher.cli.views.facts import Run
 from launcher.journal.curves import (
     Curve,
@@ -329,7 +330,8 @@ def collectives_chart(run: Run, prefix: str) -> Chart | None:
     if path is None:
         return None
     traced = read_steps(path)
-    kept = sorted(traced.spans, key=lambda span: (not span.is_phase, -span.duration_s))[:_MAX_SPANS]
+    spans = sorted(traced.spans, key=lambda span: (not span.is_phase, -span.duration_s))
+    kept, left_out = spans[:_MAX_SPANS], spans[_MAX_SPANS:]
     if not traced.steps or not kept:
         return None
     unit, factor = ("ms", 1e3) if max(end for _, end in traced.steps.values()) < 10 else ("s", 1.0)
@@ -362,11 +364,12 @@ def collectives_chart(run: Run, prefix: str) -> Chart | None:
     layout["shapes"] = [_step_end(end * factor) for _, end in traced.steps.values()]
     note = f"From {path.name}, which launch trace has recorded, on one clock; a line is the end of a step of rank"
     note += f" {ranks[0]}."
-    left_out = len(traced.spans) - len(kept)
-    note += f" The {left_out:,} shortest collectives are left out." if left_out else ""
+    counts = Counter("phase" if span.is_phase else "collective" for span in left_out)
+    shortest = " and ".join(counted(count, what) for what, count in counts.items())
+    note += f" The shortest are left out: {shortest}." if shortest else ""
     note += "" if traced.is_whole else " The file is too large to be read to its end."
     title = f"Collectives of step {first}" + (f" to {last}" if last > first else "")
-    return Chart(f"{prefix}collectives", title, traces, layout, shown(note), 200 + 64 * len(ranks))
+    return Chart(f"{prefix}collectives", title, traces, layout, note, 200 + 64 * len(ranks))
 
 
 def _step_end(at: float) -> dict[str, Any]:
