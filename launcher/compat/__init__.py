@@ -31,7 +31,7 @@ _LOOK_AT_IMPORT = ("accelerate", "transformers.integrations.deepspeed")
 _CHANGED = {
     "accelerate.state": "accelerate_on_cpu",
     "transformers.modeling_utils": "gather_initial_weights",
-    "transformers.trainer": "wait_for_checkpoints",
+    "transformers.trainer": "change_trainer",
     "transformers.training_args": "patch_arguments",
     **dict.fromkeys(
         (

@@ -1,7 +1,7 @@
 """Changes modules of other libraries as they are imported: those in `_CHANGED` of the package, and no others.
 
 accelerate and Lightning train on CPUs then, and transformers initialises weights that are sharded; the arguments of its
-Trainer follow LAUNCH_CONFIG_PATCH, and it waits for checkpoints. The panel of
+Trainer follow LAUNCH_CONFIG_PATCH, and it waits for checkpoints and steps all schedules. The panel of
 `launch` shows which modules are being imported, which changes nothing of them.
 """
 
@@ -150,8 +150,34 @@ def _are_initialized(values: Iterable[Any]) -> bool:
     return all(getattr(value, "_is_hf_initialized", False) for value in values)
 
 
-def wait_for_checkpoints(module: Any) -> None:
-    """Have the Trainer of the module `transformers.trainer` wait for a checkpoint before it looks for it.
+def change_trainer(module: Any) -> None:
+    """Have the Trainer of the module `transformers.trainer` wait for saves, and step schedules that need a metric."""
+    _wait_for_checkpoints(module)
+    _step_by_metrics(module.Trainer, module.DeepSpeedSchedulerWrapper)
+
+
+def _step_by_metrics(trainer: Any, wrapper: type) -> None:
+    """Have a Trainer find a schedule that it steps when it has evaluated, such as ReduceLROnPlateau, by its class.
+
+    accelerate wraps that of an optimizer of the config, and leaves its steps to the engine, which has no metric.
+    """
+    evaluate = trainer._evaluate
+
+    @functools.wraps(evaluate)
+    def evaluate_unwrapped(self: Any, *arguments: Any, **options: Any) -> Any:
+        schedule = self.lr_scheduler
+        if isinstance(schedule, wrapper):
+            self.lr_scheduler = schedule.scheduler  # type: ignore[attr-defined]
+        try:
+            return evaluate(self, *arguments, **options)
+        finally:
+            self.lr_scheduler = schedule
+
+    trainer._evaluate = evaluate_unwrapped
+
+
+def _wait_for_checkpoints(module: Any) -> None:
+    """Have a Trainer wait for a checkpoint before it looks for it.
 
     It looks into the folder of the best checkpoint, or of that to continue from, before it asks the engine to load, and
     removes folders at the end of the training: an asynchronous save may still write there. It asks where checkpoints

@@ -406,8 +406,8 @@ def schedule_from_client(client: Any, optimizer: torch.optim.Optimizer) -> Any:
         )
     if missing := _METRICS & _needed(schedule):
         _say(
-            "%s is not stepped by the engine: its step() needs %s. Call it where that is known, or"
-            " engine.step(lr_kwargs=...)",
+            "%s is not stepped by the engine: its step() needs %s. Call it where that is known, as a Trainer"
+            " does when it has evaluated, or engine.step(lr_kwargs=...)",
             type(schedule).__name__,
             ", ".join(missing),
         )

@@ -15,6 +15,7 @@ CASES = [
     "stages",
     "tensor_parallel",
     "schedules",
+    "plateau",
     "a_step_late",
     "adafactor_stage_2",
     "auto",
@@ -104,6 +105,14 @@ def test_a_schedule_of_the_config_logs_the_rates_of_transformers(job: Job) -> No
             assert_same(logs[name], late["linear"], but=("rates",))
         assert logs["config, constant"]["rates"] == pytest.approx(logs["plain, constant"]["rates"])
         assert_same(logs["config, constant"], late["constant_with_warmup"], but=("rates",))
+
+
+def test_a_schedule_by_what_was_evaluated_is_stepped_by_the_trainer(job: Job) -> None:
+    for found in job.of("plateau"):
+        plain = found["plain"]
+        assert plain["rates"][-1] < plain["rates"][0]
+        for name in ("theirs", "config"):
+            assert_same(found[name], plain)
 
 
 @pytest.mark.long

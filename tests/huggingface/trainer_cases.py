@@ -89,7 +89,7 @@ def trainer_of(folder: Path, config: dict[str, Any] | None, model: Any = None, *
             return loss
 
     begin_anew()
-    names = ("train_dataset", "data_collator", "callbacks", "optimizer_cls_and_kwargs")
+    names = ("train_dataset", "eval_dataset", "data_collator", "callbacks", "optimizer_cls_and_kwargs")
     of_trainer = {name: options.pop(name) for name in names if name in options}
     defaults: dict[str, Any] = {
         "output_dir": str(folder),
@@ -187,6 +187,20 @@ def case_schedules(folder: Path) -> dict[str, Log]:
     found["plain, constant"] = log_of(train(folder, None, lr_scheduler_type=kind, **options))
     found["config, constant"] = log_of(train(folder, constant, lr_scheduler_type=kind, **options))
     return found
+
+
+def case_plateau(folder: Path) -> dict[str, Log]:
+    """Return the logs of a schedule that the Trainer steps by what it has evaluated."""
+    configs = {"plain": None, "theirs": config_of(2), "config": config_of(3, optimizer=ADAMW)}
+    options: dict[str, Any] = {
+        "lr_scheduler_type": "reduce_lr_on_plateau",
+        "lr_scheduler_kwargs": {"mode": "max", "factor": 0.5, "patience": 0},  # a loss that falls is no progress then
+        "metric_for_best_model": "loss",
+        "eval_strategy": "steps",
+        "eval_steps": 1,
+        "eval_dataset": rows(4),
+    }
+    return logs(folder, configs, **options)
 
 
 def case_a_step_late(folder: Path) -> dict[str, Log]:
