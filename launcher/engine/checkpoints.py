@@ -62,10 +62,11 @@ class LoadOptions:
 
 @dataclass(frozen=True)
 class _OfModules:
-    """What the modules of a model hold beside parameters, by key of the state dict."""
+    """What the modules of a model hold beside parameters, by key of the state dict; and the position in the data."""
 
     buffers: dict[str, Any]
     extra_state: dict[str, Any]
+    position: Any
 
 
 class SavedEngine(Protocol):
@@ -138,7 +139,7 @@ class Checkpoints:
         facts, of_modules = self._of_modules()
         state = vars(self._run_state(client_state, of_modules))
         run = Encoded.of(state, "the run's state", copies=copies, pickles=self._section.pickle_client_state)
-        private = Encoded.of(self._private(), f"rank {self._rank}", copies=copies)
+        private = Encoded.of(self._private(of_modules.position), f"rank {self._rank}", copies=copies)
         params = {**dict(model.named_parameters()), **remote_expert_parameters(model)}
         excluded = {name for name, param in params.items() if excludes_frozen and not param.requires_grad}
         data = RankData(writer_index(self._parts.mesh), self._contents(excluded), private)
@@ -218,12 +219,12 @@ class Checkpoints:
             versions={"torch": str(torch.__version__), "python": platform.python_version()},
         )
 
-    def _private(self) -> dict[str, Any]:
+    def _private(self, position: Any) -> dict[str, Any]:
         """Return what only this rank has; `of_world` is of use to as many ranks only."""
         engine, optimizer = self._engine, self._engine.optimizer
         return {
             "rng": rng_state(self._parts.group.device),
-            "data": self._position(),
+            "data": position,
             "of_world": {
                 "optimizer": {} if optimizer is None else optimizer.flat.rank_state(),
                 "buffers": _buffers_of(engine.module),
@@ -261,16 +262,17 @@ class Checkpoints:
         Raises: what modules raise; CheckpointError on all ranks of a pipeline.
         """
         engine, pipeline, error = self._engine, self._parts.mesh.pipeline, None
-        buffers, extra_state = {}, {}
+        buffers, extra_state, data = {}, {}, {}
         try:
             buffers, extra_state = _buffers_of(engine.module), _extra_state_of(engine.module)
+            data["position"] = self._position()  # a pipeline's is that of its first rank: others may read nothing
         except Exception as raised:  # noqa: BLE001  # the other stages wait for this one
             error = raised
         stages.check_all(pipeline, error)
         names = {param: name for name, param in engine.module.named_parameters()}
         order, trained = (dict.fromkeys(each) for each in (names.values(), _in_groups(names, engine.optimizer)))
-        tied, buffers, extra_state, order, trained = stages.joined_mappings(
-            pipeline, _tied_names(engine.module), buffers, extra_state, order, trained
+        tied, buffers, extra_state, order, trained, data = stages.joined_mappings(
+            pipeline, _tied_names(engine.module), buffers, extra_state, order, trained, data
         )
         facts = {
             "stage": int(self._parts.settings.zero_optimization.stage),
@@ -281,7 +283,7 @@ class Checkpoints:
             "order_of_optimizer": list(trained),
             "expert_parallel": 1 if self._parts.mesh.expert is None else self._parts.mesh.expert.world_size,
         }
-        return facts, _OfModules(buffers, extra_state)
+        return facts, _OfModules(buffers, extra_state, data["position"])
 
     # ---- load ----
 

@@ -420,6 +420,38 @@ def test_a_loader_that_cannot_continue_is_named(tmp_path: Path) -> None:
     assert others == []
 
 
+def _places(rank: int, world_size: int, folder: str, num_stages: int, loads: bool) -> list[int]:
+    """Train a step on what an iterator over the loader gives, and save; or load. Return what this rank has read."""
+    data = [(torch.full((LENGTH,), place),) * 2 for place in range(12)]
+    layers = [nn.Embedding(VOCABULARY, WIDTH), Block(), nn.Linear(WIDTH, VOCABULARY)]
+    model = launcher.PipelineModule(layers, num_stages=num_stages, loss_fn=_loss)
+    config = config_of({"stages": num_stages}, world_size)
+    engine, _, loader, _ = launcher.initialize(model=model, config=config, training_data=data)
+    places: list[int] = []
+
+    def noted() -> Iterator[list[Tensor]]:
+        for micro_batch in loader:
+            places.extend(micro_batch[0][:, 0].tolist())
+            yield micro_batch
+
+    if loads:
+        engine.load_checkpoint(folder)
+        list(noted())
+    else:
+        engine.train_batch(noted())
+        engine.save_checkpoint(folder)
+    engine.destroy()
+    return places
+
+
+def test_a_rank_that_has_read_nothing_continues_behind_what_the_others_had(tmp_path: Path) -> None:
+    """The middle one of a pipeline, which has data of its own on another mesh."""
+    first, second, third = run_on_ranks(3, _places, str(tmp_path), 3, False)
+    left = run_on_ranks(2, _places, str(tmp_path), 1, True)
+    assert (first, second) == (third, [])
+    assert sorted([*first, *left[0], *left[1]]) == list(range(12))
+
+
 def _given_other_samples(rank: int, world_size: int) -> tuple[str, float]:
     """Ranks of a pipeline begin with micro-batches of the same shapes and other values."""
     model = make_layers()
