@@ -73,7 +73,7 @@ class Engine(nn.Module):
         self._last_step = LastStep(parts.sharded.units, self.optimizer, parts.mesh)
         self._losses: list[Tensor] = []  # of this accumulation, to be shown
         self._watch = Watch(model, parts)
-        self._model_facts = ModelFacts(model)
+        self._model_facts = ModelFacts(model, parts.sharded.units)
         find_shared_counts(unit.params for unit in parts.sharded.units)
         for unit in parts.sharded.units:
             unit.params.after_load()  # building the engine has listed them

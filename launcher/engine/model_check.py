@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from weakref import WeakSet
 
 import torch
 from torch import nn
@@ -88,11 +89,16 @@ def mark_leaf_modules(model: nn.Module, settings: Config, group: RankGroup) -> N
     mark_leaves(model, leaves.classes, leaves.names, leaves.name_suffixes)
 
 
+_warned: WeakSet[nn.Module] = WeakSet()  # of the CUDA graphs of these
+
+
 def warn_of_cuda_graphs(model: nn.Module, units: Sequence[FlatUnit]) -> None:
-    """Say on the first rank that CUDA graphs of a compiled module would be recorded again and again at stage 3."""
+    """Say on the first rank that CUDA graphs of a compiled module are recorded again and again at stage 3; once."""
     if not (is_first_rank() and may_be_compiled() and any(unit.is_sharded for unit in units)):
         return
-    found = [name for name, module in model.named_modules() if records_cuda_graphs(module)]
+    modules = {name: module for name, module in model.named_modules() if records_cuda_graphs(module)}
+    found = [name for name, module in modules.items() if module not in _warned]
+    _warned.update(modules.values())
     if found:
         get_logger().warning(
             "torch.compile of %s is to record CUDA graphs, which keep the addresses of parameters: at stage 3 these may"
@@ -105,7 +111,9 @@ def warn_of_cuda_graphs(model: nn.Module, units: Sequence[FlatUnit]) -> None:
 class ModelFacts:
     """What `initialize()` relied on. Changed afterwards, parameters would go untrained, or apart from their units."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, units: Sequence[FlatUnit]) -> None:
+        self._model: nn.Module | None = model  # until it was looked at for what was compiled after `initialize()`
+        self._units = units
         self._dtypes = [(name, param, param.dtype) for name, param in model.named_parameters()]
         self._frozen = [(name, param) for name, param, _ in self._dtypes if not param.requires_grad]
         self._known = {param for _, param, _ in self._dtypes}
@@ -114,6 +122,9 @@ class ModelFacts:
 
     def check(self) -> None:
         """Raise EngineError for a parameter that was unfrozen, cast, or came with a module that was added."""
+        if self._model is not None:
+            warn_of_cuda_graphs(self._model, self._units)
+            self._model = None
         for index, (name, module, children) in enumerate(self._children):
             if tuple(module._modules.values()) != children:
                 self._check_children(name, module)

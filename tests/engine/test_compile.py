@@ -186,7 +186,8 @@ def test_a_graph_that_read_a_parameter_within_its_owners_forward_is_not_run_behi
 
 
 def _said_of_modes(rank: int, world_size: int, stage: int) -> list[list[str]]:
-    """Return what is said of a block's mode at the start, and of the model's when it is compiled."""
+    """Return what is said of a block's mode at the start, of the model's when it is compiled, and of what was compiled
+    in between at the first step."""
     said = []
     for mode in ("default", "reduce-overhead"):
         model = Blocks()
@@ -197,6 +198,28 @@ def _said_of_modes(rank: int, world_size: int, stage: int) -> list[list[str]]:
     with logged() as lines:
         engine.compile(compile_kwargs={"mode": "max-autotune"})
     return [*said, [line for line in lines if "CUDA graphs" in line]]
+
+
+def _said_at_first_step(rank: int, world_size: int, is_replaced: bool) -> list[str]:
+    """Return what is said of a block that is compiled after `initialize()`, over two steps."""
+    case, model = Case(3, "fp32", 2, num_steps=2), Blocks()
+    engine = launcher.initialize(model=model, config=case.config(world_size))[0]
+    if is_replaced:
+        model.blocks[1] = torch.compile(model.blocks[1], mode="max-autotune")
+    else:
+        model.blocks[1].compile(mode="reduce-overhead")
+    with logged() as lines, torch.compiler.set_stance("force_eager"):  # none is generated
+        for step in micro_batches(case):
+            engine.backward(engine(*step[0]))
+            engine.step()
+    return [line for line in lines if "CUDA graphs" in line]
+
+
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_cuda_graphs_of_a_block_that_is_compiled_later_are_warned_of_once(is_replaced: bool) -> None:
+    (said,), on_the_other = run_on_ranks(2, _said_at_first_step, is_replaced)
+    assert "torch.compile of blocks.1 is to record CUDA graphs" in said
+    assert on_the_other == []
 
 
 def test_cuda_graphs_of_gathered_parameters_are_warned_of() -> None:
