@@ -151,58 +151,53 @@ def _are_initialized(values: Iterable[Any]) -> bool:
 
 
 def change_trainer(module: Any) -> None:
-    """Have the Trainer of the module `transformers.trainer` wait for saves, and step schedules that need a metric."""
-    _wait_for_checkpoints(module)
-    _step_by_metrics(module.Trainer, module.DeepSpeedSchedulerWrapper)
-
-
-def _step_by_metrics(trainer: Any, wrapper: type) -> None:
-    """Have a Trainer find a schedule that it steps when it has evaluated, such as ReduceLROnPlateau, by its class.
-
-    accelerate wraps that of an optimizer of the config, and leaves its steps to the engine, which has no metric.
-    """
-    evaluate = trainer._evaluate
-
-    @functools.wraps(evaluate)
-    def evaluate_unwrapped(self: Any, *arguments: Any, **options: Any) -> Any:
-        schedule = self.lr_scheduler
-        if isinstance(schedule, wrapper):
-            self.lr_scheduler = schedule.scheduler  # type: ignore[attr-defined]
-        try:
-            return evaluate(self, *arguments, **options)
-        finally:
-            self.lr_scheduler = schedule
-
-    trainer._evaluate = evaluate_unwrapped
-
-
-def _wait_for_checkpoints(module: Any) -> None:
-    """Have a Trainer wait for a checkpoint before it looks for it.
+    """Have the Trainer of the module `transformers.trainer` wait for saves, and step schedules that need a metric.
 
     It looks into the folder of the best checkpoint, or of that to continue from, before it asks the engine to load, and
     removes folders at the end of the training: an asynchronous save may still write there. It asks where checkpoints
     are before it does the latter, and before each save, which waits for the one before anyway. A single checkpoint that
     is kept replaces the one before only once it is there.
+
+    accelerate wraps the schedule of an optimizer of the config, and leaves its steps to the engine, which has no
+    metric: a Trainer finds one that it steps when it has evaluated, such as ReduceLROnPlateau, by its class.
     """
-    trainer, save = module.Trainer, module.Trainer._save_optimizer_and_scheduler
+    wrapper = getattr(module, "DeepSpeedSchedulerWrapper", None)  # accelerate's
 
-    def waiting(function: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(function)
-        def wait_first(*arguments: Any, **options: Any) -> Any:
-            _wait_for_saves()
-            return function(*arguments, **options)
+    def wait_first(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+        _wait_for_saves()
+        return function(*arguments, **options)
 
-        return wait_first
-
-    @functools.wraps(save)
-    def save_before_others_go(self: Any, *arguments: Any) -> None:
-        save(self, *arguments)
-        if self.args.save_total_limit == 1:
+    def save_before_others_go(save: Callable[..., Any], trainer: Any, *arguments: Any, **options: Any) -> None:
+        save(trainer, *arguments, **options)
+        if trainer.args.save_total_limit == 1:
             _wait_for_saves()
 
-    module.deepspeed_load_checkpoint = waiting(module.deepspeed_load_checkpoint)
-    trainer._get_output_dir = waiting(trainer._get_output_dir)
-    trainer._save_optimizer_and_scheduler = save_before_others_go
+    def evaluate_unwrapped(evaluate: Callable[..., Any], trainer: Any, *arguments: Any, **options: Any) -> Any:
+        schedule = trainer.lr_scheduler
+        if wrapper is not None and isinstance(schedule, wrapper):
+            trainer.lr_scheduler = schedule.scheduler
+        try:
+            return evaluate(trainer, *arguments, **options)
+        finally:
+            trainer.lr_scheduler = schedule
+
+    _wrap(module, "deepspeed_load_checkpoint", wait_first)
+    _wrap(module.Trainer, "_get_output_dir", wait_first)
+    _wrap(module.Trainer, "_save_optimizer_and_scheduler", save_before_others_go)
+    _wrap(module.Trainer, "_evaluate", evaluate_unwrapped)
+
+
+def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    """Have `wrapper` be called in place of a function, with that first; nothing where a version has no such one."""
+    function = getattr(owner, name, None)
+    if function is None:
+        return
+
+    @functools.wraps(function)
+    def call(*arguments: Any, **options: Any) -> Any:
+        return wrapper(function, *arguments, **options)
+
+    setattr(owner, name, call)
 
 
 def _wait_for_saves() -> None:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 from harness.child import run_python
 
 from launcher.compat import words
+from launcher.compat.changes import change_trainer
 from launcher.config.load import load_config
 
 READ_ALL = """
@@ -44,3 +46,16 @@ def test_words_are_those_of_the_schema() -> None:
         assert config.gradient_clipping == 0.5
         assert config.scheduler is not None
         assert config.scheduler.type == kind
+
+
+def test_a_trainer_without_accelerate_or_of_another_version_is_changed_as_far_as_it_goes() -> None:
+    """A script may import it and not use it."""
+
+    class Trainer:
+        lr_scheduler = None
+
+        def _evaluate(self, epoch: int) -> int:
+            return epoch
+
+    change_trainer(SimpleNamespace(Trainer=Trainer))
+    assert Trainer()._evaluate(epoch=3) == 3
