@@ -9,10 +9,12 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from launcher.base.errors import ConfigError, LauncherError, TransportError
+from launcher.base.errors import ConfigError, LauncherError, TransportError, UsageError
 from launcher.base.exit_codes import ExitCode
+from launcher.base.fields import named
 from launcher.base.resume import AUTO
 from launcher.cluster.cluster import Cluster, Host
+from launcher.cluster.nodeset import is_loopback
 from launcher.fleet.signals import SignalQueue
 from launcher.job.controller import Controller
 from launcher.job.display import Display
@@ -116,6 +118,7 @@ def run_with_restarts(
             try:
                 hosts = _next_hosts(plan, lost, spares, policy, watcher) if lost else _hosts_of(plan)
                 next_plan = replan(Cluster(hosts)) if lost else plan
+                _check_address(plan, next_plan)
             except LauncherError as error:
                 watcher.warning(f"no restart: {error}")
                 return report
@@ -144,6 +147,16 @@ def run_with_restarts(
                 lost = unreachable
         _saved(first, reports, watcher, signals)
     return reports[-1]
+
+
+def _check_address(before: JobPlan, plan: JobPlan) -> None:
+    """Raises: UsageError where a plan has the address of a node 0 that it does without."""
+    first, now = (each.placement.nodes[0].host.name for each in (before, plan))
+    if now != first and plan.master_addr == before.master_addr and not is_loopback(plan.master_addr):
+        raise UsageError(
+            f"{named('master_addr')} {plan.master_addr} was an address of {first}, and node 0 would be {now} now",
+            hint=f"leave {named('master_addr')} out: each start takes an address of its own node 0",
+        )
 
 
 def _saved(first: JobPlan, reports: Sequence[RunReport], watcher: Watcher, signals: SignalQueue) -> RunReport:

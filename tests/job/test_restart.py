@@ -10,6 +10,7 @@ import signal
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -92,7 +93,8 @@ class Quiet:
 def plan_for(cluster: Cluster) -> JobPlan:
     placement = place(cluster)
     kinds = {node.node_rank: "ssh" for node in placement.nodes}
-    return JobPlan("job", placement, Command("script", "t.py", ()), "/", Path("runs/job"), "a", None, kinds, {})
+    address = placement.nodes[0].host.name
+    return JobPlan("job", placement, Command("script", "t.py", ()), "/", Path("runs/job"), address, None, kinds, {})
 
 
 def report(exit_code: int = 0, lost_host: str | None = None, rank: int | None = None) -> RunReport:
@@ -108,6 +110,7 @@ def hosts_of_runs(
     names: str = "ab",
     quiet: Quiet | None = None,
     signals: SignalQueue | None = None,
+    replan: Callable[[Cluster], JobPlan] = plan_for,
 ) -> tuple[list[list[str]], RunReport]:
     runs: list[list[str]] = []
     signals = signals or SignalQueue(())
@@ -123,7 +126,7 @@ def hosts_of_runs(
     policy = dataclasses.replace(policy, first_delay_s=0.0)
     with tempfile.TemporaryDirectory() as folder:
         first = dataclasses.replace(first, run_folder=Path(folder))
-        return runs, run_with_restarts(first, policy, run, plan_for, cast(Any, quiet or Quiet()), signals)
+        return runs, run_with_restarts(first, policy, run, replan, cast(Any, quiet or Quiet()), signals)
 
 
 def test_a_failing_rank_restarts_on_the_same_hosts() -> None:
@@ -203,6 +206,18 @@ def test_a_restart_does_without_node_0_where_no_other_host_reaches_it(
     runs, _ = hosts_of_runs(policy, outcomes, names, quiet)
     assert runs == [list(names), list(names), list(hosts)]
     assert quiet.warnings[0].startswith(f"{said}; give --master-addr an address of a")
+
+
+def test_an_address_that_was_given_for_node_0_is_of_no_use_without_it() -> None:
+    """It would name each host that follows as the one that is not reached."""
+    policy, quiet = RestartPolicy(max_restarts=5, spares=(Host("e", (0, 1)),)), Quiet()
+    outcomes: list[RunReport | TransportError] = [report(69, lost_host="a")]
+    runs, last = hosts_of_runs(
+        policy, outcomes, "abc", quiet, replan=lambda cluster: dataclasses.replace(plan_for(cluster), master_addr="a")
+    )
+    assert runs == [["a", "b", "c"]]
+    assert last.exit_code == 69
+    assert quiet.warnings[-1].startswith("no restart: --master-addr a was an address of a, and node 0 would be e now")
 
 
 def test_an_interrupt_is_no_reason_to_start_again() -> None:
