@@ -300,10 +300,12 @@ def test_a_cpu_has_no_kernel_for_it() -> None:
     assert not are_groupable(_experts(3), _rows(6))
 
 
-@pytest.mark.parametrize(("major", "has"), [(7, False), (8, False), (9, True), (10, True), (12, False)])
-def test_gpus_with_a_kernel_for_it(major: int, has: bool) -> None:
+@pytest.mark.parametrize(
+    ("capability", "has"), [((8, 0), False), ((9, 0), True), ((10, 0), True), ((10, 3), False), ((12, 0), False)]
+)
+def test_gpus_with_a_kernel_for_it(capability: tuple[int, int], has: bool) -> None:
     with (
-        mock.patch.object(torch.cuda, "get_device_capability", return_value=(major, 0)),
+        mock.patch.object(torch.cuda, "get_device_capability", return_value=capability),
         mock.patch.object(torch.version, "hip", None),
     ):
         assert grouped.has_grouped_kernel.__wrapped__(torch.device("cuda", 0)) is has
@@ -331,7 +333,7 @@ def test_the_layer(drops: bool) -> None:
         with mock.patch.object(grouped, "has_grouped_kernel", return_value=choice):
             output = layer(x)[0]
         output.float().square().sum().backward()
-        assert layer.deepspeed_moe.experts._runs_grouped is choice
+        assert {*layer.deepspeed_moe.experts._run_grouped.values()} == {choice}
         found.append([output, *(param.grad for param in layer.deepspeed_moe.experts.parameters())])
     for own, loop in zip(*found, strict=True):
         assert own is not None
@@ -351,6 +353,18 @@ def test_a_repeated_forward_runs_as_the_first_one_did() -> None:
             handle.remove()
         output.sum().backward()
         handle.remove()
+
+
+@pytest.mark.usefixtures("forced")
+@pytest.mark.parametrize("casts", [True, False])
+def test_a_forward_in_another_precision_in_between_does_not_change_a_repeated_one(casts: bool) -> None:
+    layer, x = _layer(drop_tokens=False).float(), _rows(13).float()
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=casts):
+        output = checkpoint(lambda rows: layer(rows)[0], x.requires_grad_(), use_reentrant=False)
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16, enabled=not casts):
+        layer(x)
+    output.float().sum().backward()
+    assert sorted(layer.deepspeed_moe.experts._run_grouped.values()) == [False, True]
 
 
 # ---- with the engine ----

@@ -36,7 +36,8 @@ from launcher.zero.hooks import is_read_as_called
 _ALIGNMENT_BYTES = 16
 _ALIGNMENT_NUMEL = 8  # in bf16
 _MAX_EXPERTS = 1023  # of one launch
-_CAPABILITIES = (9, 10)
+# Those that torch has an image of the kernel for: on others it may have code that cannot run.
+_CAPABILITIES = ((9, 0), (10, 0))
 _ELEMENTWISE = {
     *(nn.ReLU, nn.ReLU6, nn.LeakyReLU, nn.ELU, nn.SELU, nn.CELU, nn.GELU, nn.SiLU, nn.Mish, nn.Softplus, nn.Softsign),
     *(nn.Tanh, nn.Tanhshrink, nn.Sigmoid, nn.LogSigmoid, nn.Hardtanh, nn.Hardsigmoid, nn.Hardswish, nn.Hardshrink),
@@ -71,7 +72,7 @@ def has_grouped_kernel(device: torch.device) -> bool:
     """Whether torch has a kernel on a device for grouped products in bf16, of which the host reads no size."""
     if device.type != "cuda" or torch.version.hip is not None or not hasattr(F, "grouped_mm"):
         return False
-    return torch.cuda.get_device_capability(device)[0] in _CAPABILITIES
+    return torch.cuda.get_device_capability(device) in _CAPABILITIES
 
 
 def are_groupable(experts: Sequence[nn.Module], rows: Tensor) -> bool:

@@ -172,11 +172,10 @@ class ExpertList(nn.ModuleList):
 class Experts(nn.Module):
     """The experts of a layer. Each rank has its own under their numbers in the whole layer, and None for the others."""
 
-    _runs_grouped = False  # the last forward that was no repetition
-
     def __init__(self, expert: nn.Module, placement: ExpertPlacement) -> None:
         super().__init__()
         self.num_local_experts = placement.num_local
+        self._run_grouped: dict[tuple[Any, ...], bool] = {}  # by what is cast: the last forward that was no repetition
         self.deepspeed_experts = ExpertList()
         modules: dict[str, Any] = self.deepspeed_experts._modules  # torch's annotation leaves None out
         without_values = copy.deepcopy(expert).to("meta")
@@ -202,10 +201,12 @@ class Experts(nn.Module):
         experts = local_experts(self.deepspeed_experts)
         # A forward that checkpointing repeats in backward runs as the first one did, though a hook has come or gone
         # since: the two forms save different tensors. Torch takes those of the repetition for those of the forward by
-        # their number and shape, and ends the training where they differ.
-        if not is_in_backward():
-            self._runs_grouped = are_groupable(experts, rows)
-        return (run_grouped if self._runs_grouped else run_each)(experts, rows, sizes)
+        # their number and shape, and ends the training where they differ. It restores autocast for the repetition.
+        casts = torch.is_autocast_enabled(rows.device.type)
+        kind = rows.dtype, casts and torch.get_autocast_dtype(rows.device.type)
+        if kind not in self._run_grouped or not is_in_backward():
+            self._run_grouped[kind] = are_groupable(experts, rows)
+        return (run_grouped if self._run_grouped[kind] else run_each)(experts, rows, sizes)
 
 
 class MOELayer(nn.Module):
