@@ -218,8 +218,11 @@ class SlurmJob:
             return log.resolve()
         if state is not None and state.log is not None:
             return state.log
-        given = re.search(r'^#SBATCH --output="?(.*?)"?$', (self.folder / SCRIPT_FILE).read_text(), re.MULTILINE)
-        return Path(given[1]) if given else log
+        with contextlib.suppress(OSError):
+            script = (self.folder / SCRIPT_FILE).read_text()
+            if given := re.search(r'^#SBATCH --output="?(.*?)"?$', script, re.MULTILINE):
+                return Path(given[1])
+        return log
 
 
 def main() -> int:

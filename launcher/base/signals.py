@@ -16,8 +16,8 @@ NOTICE_SIGNAL = signal.SIGUSR1
 STACKS_SIGNAL = signal.SIGURG
 
 _held: list[int] = []  # notices that came before anybody listened
-# Process groups of programs that this process waits for, and that are of no use without it; see `end_helpers`.
-helpers: set[int] = set()
+# Process groups of programs that a process waits for, and that are of no use without it, behind its pid.
+helpers: set[tuple[int, int]] = set()
 
 
 def hold_notices() -> None:
@@ -62,7 +62,9 @@ def raise_at_interrupt() -> None:
 @atexit.register
 def end_helpers() -> None:
     """Kill what the threads of this process wait for: at its end nobody else does."""
-    for group in tuple(helpers):
+    for pid, group in tuple(helpers):
+        if pid != os.getpid():  # those of a parent that has forked this process
+            continue
         try:
             os.killpg(group, signal.SIGKILL)
         except ProcessLookupError:  # it has ended just now

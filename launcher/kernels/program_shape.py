@@ -69,7 +69,7 @@ def choose_shape(key: str, measure: Measure) -> ProgramShape:
         time.perf_counter() - start_s,
     )
     if manager is not None and seconds:
-        with contextlib.suppress(OSError):  # a full or read-only disk: the next run measures again
+        with contextlib.suppress(Exception):  # a full or read-only disk: the next run measures again
             manager.put(json.dumps(asdict(chosen)), _FILE_NAME, binary=False)
     return chosen
 
@@ -81,15 +81,15 @@ def fastest(seconds: Mapping[ProgramShape, float]) -> ProgramShape:
     return DEFAULT_SHAPE if default_s is not None and seconds[best] > default_s * (1 - _LEAST_GAIN) else best
 
 
-def key_of(rule: Rule, types: SpanTypes, device: torch.device) -> str:
-    """Return what a choice depends on: the GPU, the compiler, the kernels' source, the rule and the types."""
+def key_of(rule: Rule, num_states: int, types: SpanTypes, device: torch.device) -> str:
+    """Return what a choice depends on: the GPU, the compiler, the kernels' source, the rule and what a span has."""
     import triton
 
     from launcher.kernels import triton_device
 
     source = hashlib.sha256(Path(str(triton_device.__file__)).read_bytes()).hexdigest()
-    facts = torch.cuda.get_device_name(device), triton.__version__, source, type(rule).__name__, types, CANDIDATES
-    return hashlib.sha256(repr(facts).encode()).hexdigest()
+    facts = torch.cuda.get_device_name(device), triton.__version__, source, type(rule).__name__, num_states, types
+    return hashlib.sha256(repr((facts, CANDIDATES)).encode()).hexdigest()
 
 
 def median_update_s(update: Callable[[], None]) -> float:
@@ -120,7 +120,7 @@ def _cache_manager(key: str) -> Any:
 
     try:
         return get_cache_manager(key)
-    except (OSError, RuntimeError):
+    except Exception:  # noqa: BLE001  # it may be another class than Triton's own, with errors of its own
         return None
 
 
@@ -129,6 +129,6 @@ def _read(manager: Any) -> ProgramShape | None:
     try:
         path = manager.get_file(_FILE_NAME)
         found = None if path is None else ProgramShape(**json.loads(Path(path).read_text()))
-    except (OSError, ValueError, TypeError):
+    except Exception:  # noqa: BLE001  # as above
         return None
     return found if found in CANDIDATES else None

@@ -123,6 +123,8 @@ class TritonKernel:
         device = torch.empty(0, device=device).device  # with its index
         states = [types.state] * num_states + [None] * (_MAX_STATES - num_states)
         place = type(rule).__name__, device, (types.grad, types.master, types.param, *states)
+        if place in self._chosen:
+            return
         example = cache(partial(span_to_measure, rule, num_states, types, device))
 
         def measure(shape: ProgramShape) -> float:
@@ -130,7 +132,7 @@ class TritonKernel:
             span, scale = example()
             return median_update_s(lambda: self.update([span], scale))
 
-        self._chosen[place] = choose_shape(key_of(rule, types, device), measure)
+        self._chosen[place] = choose_shape(key_of(rule, num_states, types, device), measure)
         example.cache_clear()
         torch.cuda.empty_cache()  # what was measured with is the model's again
 

@@ -227,14 +227,15 @@ def run_briefly(argv: Sequence[str], timeout_s: float) -> subprocess.CompletedPr
         text=True,
         errors="surrogateescape",
     ) as process:
-        helpers.add(process.pid)
+        helper = os.getpid(), process.pid
+        helpers.add(helper)
         try:
             out, err = process.communicate(timeout=timeout_s)
         except BaseException:  # Ctrl-C included
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is no other group's
             raise
         finally:
-            helpers.discard(process.pid)
+            helpers.discard(helper)
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
