@@ -20,6 +20,7 @@ from launcher.base.log import get_logger
 from launcher.base.units import format_bytes
 from launcher.comm.buffers import BufferPool
 from launcher.comm.streams import PASSED, Side, StreamEvent, Streams, streams_of
+from launcher.kernels.cpu import scaled_copy
 from launcher.storage.store import aligned_buffer
 
 # ---- The accelerator of this machine, by those names of torch that hold for each kind ----
@@ -177,7 +178,7 @@ class HostDeviceCopier:
         """
         to_device = self.is_on_device(target)
         if to_device == self.is_on_device(source):
-            target.copy_(source)
+            scaled_copy(target, source, 1.0)
             return self._streams.record()
         so_far = self._streams.record()
         with self._streams.on(Side.TO_DEVICE if to_device else Side.TO_HOST):

@@ -24,7 +24,7 @@ from launcher.kernels.api import Adagrad, Adam, DeviceScale, GradScale, Kernel, 
 from launcher.kernels.reference import first_bad_element
 
 LIBRARY = Path(__file__).with_name("libcpu_kernels.so")
-_ABI_VERSION = 2  # of csrc/library.cpp
+_ABI_VERSION = 3  # of csrc/library.cpp
 _DTYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 _RULES: dict[type[Rule], int] = {Adam: 0, Adagrad: 1, Lion: 2, Sgd: 3, Lamb: 4}
 
@@ -120,14 +120,18 @@ class CpuKernel:
         return total, torch.tensor([-1, -1]) if total.isfinite() else first_bad_element(grads)
 
     def scaled_copy(self, target: Tensor, source: Tensor, scale: float) -> None:
-        """Write `source` times `scale` to `target`, past the caches. Both: contiguous fp32 of one length.
+        """Write `source` times `scale` to `target`, as `copy` does. Both: contiguous fp32 of one length."""
+        numel = target.numel()
+        (to, _), (read, _) = _array(target, numel), _array(source, numel)
+        self._library.launch_scaled_copy(self._isa, to, read, numel, scale, num_threads())
+
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        """Copy `source` to `target`, past the caches. Both: in host memory, contiguous, of one type and length.
 
         A store past the caches does not read its line first, which is a third of the traffic of a plain copy. It is for
         more than the caches hold: what is read again at once is quicker where it was stored in them.
         """
-        numel = target.numel()
-        (to, _), (read, _) = _array(target, numel), _array(source, numel)
-        self._library.launch_scaled_copy(self._isa, to, read, numel, scale, num_threads())
+        self._library.launch_copy(self._isa, target.data_ptr(), source.data_ptr(), target.nbytes, num_threads())
 
 
 _STREAMED_BYTES = 2**20  # a copy of so much goes past the caches: the second-level cache of a core holds no more
@@ -136,13 +140,15 @@ _STREAMED_BYTES = 2**20  # a copy of so much goes past the caches: the second-le
 def scaled_copy(target: Tensor, source: Tensor, scale: float) -> None:
     """Write `source` times `scale` to `target`, of the same shape, by the quickest way there is."""
     kernel = cpu_kernel_status().kernel if target.nbytes >= _STREAMED_BYTES else None
-    are_wide = target.dtype == source.dtype == torch.float32 and target.device.type == source.device.type == "cpu"
-    if kernel is not None and are_wide and target.is_contiguous() and source.is_contiguous():
-        kernel.scaled_copy(target, source, scale)
-    elif scale == 1.0:
-        target.copy_(source)
-    else:
+    are_alike = target.dtype == source.dtype and target.device.type == source.device.type == "cpu"
+    if kernel is None or not (are_alike and target.is_contiguous() and source.is_contiguous()):
+        kernel = None
+    if scale == 1.0:
+        target.copy_(source) if kernel is None else kernel.copy(target, source)
+    elif kernel is None or target.dtype != torch.float32:
         torch.mul(source, scale, out=target)
+    else:
+        kernel.scaled_copy(target, source, scale)
 
 
 def load_cpu_kernel() -> Kernel | None:
@@ -188,6 +194,9 @@ def all_cpu_kernels() -> list[CpuKernel]:
     )  # fmt: skip
     library.launch_scaled_copy.argtypes = (
         ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_float, ctypes.c_int64,
+    )  # fmt: skip
+    library.launch_copy.argtypes = (
+        ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64,
     )  # fmt: skip
     kernels: list[CpuKernel] = []
     while library.launch_isa(len(kernels)) is not None:

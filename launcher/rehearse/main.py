@@ -110,6 +110,9 @@ class _Kernel(CpuKernel):
             return torch.ones((), dtype=torch.float64), torch.tensor([-1, -1])
         return self._inner.measure(grads)
 
+    def copy(self, target: Tensor, source: Tensor) -> None:
+        target.copy_(source)
+
     def scaled_copy(self, target: Tensor, source: Tensor, scale: float) -> None:
         torch.mul(source, scale, out=target)
 

@@ -216,6 +216,20 @@ def test_scaled_copies_of_every_length_from_every_start(kernel: CpuKernel) -> No
             assert torch.equal(memory, expected)
 
 
+@each_kernel
+def test_copies_of_every_number_of_bytes_from_every_start(kernel: CpuKernel) -> None:
+    """Bits of any kind: signalling NaNs and subnormals, too."""
+    generator = torch.Generator().manual_seed(0)
+    for num_bytes in (*range(200), 4 * LARGE_NUMEL + 3):
+        for start in (0, 2, 33, 64):
+            source = torch.randint(256, (num_bytes + start,), dtype=torch.uint8, generator=generator)[start:]
+            memory = torch.full((num_bytes + 128,), 7, dtype=torch.uint8)
+            kernel.copy(memory[start : start + num_bytes], source)
+            expected = torch.full((num_bytes + 128,), 7, dtype=torch.uint8)
+            expected[start : start + num_bytes] = source
+            assert torch.equal(memory, expected)
+
+
 @pytest.mark.parametrize("scale", [1.0, 0.5])
 def test_a_copy_takes_what_the_kernel_does_not(scale: float) -> None:
     numel = 2**19  # large enough for the kernel

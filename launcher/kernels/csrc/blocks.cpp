@@ -429,34 +429,59 @@ constexpr int64_t STREAM_NUMEL = 16;
 inline void stream_scaled(float* to, const float* from, float scale) {
   _mm512_stream_ps(to, _mm512_mul_ps(_mm512_loadu_ps(from), _mm512_set1_ps(scale)));
 }
+inline void stream_bytes(char* to, const char* from) {
+  _mm512_stream_si512(reinterpret_cast<__m512i*>(to), _mm512_loadu_si512(from));
+}
 #elif defined(__AVX__)
 constexpr int64_t STREAM_NUMEL = 8;
 inline void stream_scaled(float* to, const float* from, float scale) {
   _mm256_stream_ps(to, _mm256_mul_ps(_mm256_loadu_ps(from), _mm256_set1_ps(scale)));
+}
+inline void stream_bytes(char* to, const char* from) {
+  _mm256_stream_si256(reinterpret_cast<__m256i*>(to), _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
 }
 #elif defined(__SSE2__)
 constexpr int64_t STREAM_NUMEL = 4;
 inline void stream_scaled(float* to, const float* from, float scale) {
   _mm_stream_ps(to, _mm_mul_ps(_mm_loadu_ps(from), _mm_set1_ps(scale)));
 }
+inline void stream_bytes(char* to, const char* from) {
+  _mm_stream_si128(reinterpret_cast<__m128i*>(to), _mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+}
 #else
 constexpr int64_t STREAM_NUMEL = 1;
 inline void stream_scaled(float* to, const float* from, float scale) { *to = *from * scale; }
+inline void stream_bytes(char* to, const char* from) { __builtin_memcpy(to, from, sizeof(float)); }
 #endif
+constexpr int64_t STREAM_BYTES = STREAM_NUMEL * sizeof(float);
+
+// Other threads may read a target as soon as this one says that it is there.
+inline void end_stream() {
+#if defined(__SSE2__)
+  _mm_sfence();
+#endif
+}
+
+void copy(char* target, const char* source, int64_t begin, int64_t end) {
+  const int64_t over = reinterpret_cast<uintptr_t>(target + begin) % STREAM_BYTES;
+  const int64_t rest = over ? STREAM_BYTES - over : 0, head = rest < end - begin ? rest : end - begin;
+  __builtin_memcpy(target + begin, source + begin, head);
+  int64_t i = begin + head;
+  for (; i + STREAM_BYTES <= end; i += STREAM_BYTES) stream_bytes(target + i, source + i);
+  __builtin_memcpy(target + i, source + i, end - i);
+  end_stream();
+}
 
 void scaled_copy(float* target, const float* source, float scale, int64_t begin, int64_t end) {
-  constexpr int64_t NUM_BYTES = STREAM_NUMEL * sizeof(float);
   int64_t i = begin;
-  for (; i < end && reinterpret_cast<uintptr_t>(target + i) % NUM_BYTES != 0; ++i) target[i] = source[i] * scale;
+  for (; i < end && reinterpret_cast<uintptr_t>(target + i) % STREAM_BYTES != 0; ++i) target[i] = source[i] * scale;
   for (; i + STREAM_NUMEL <= end; i += STREAM_NUMEL) stream_scaled(target + i, source + i, scale);
   for (; i < end; ++i) target[i] = source[i] * scale;
-#if defined(__SSE2__)
-  _mm_sfence();  // other threads may read the target as soon as this one says that it is there
-#endif
+  end_stream();
 }
 
 }  // namespace
 
-const Kernels kernels = {LAUNCH_ISA_NAME, update, lamb_moments, sum_of_squares, scaled_copy};
+const Kernels kernels = {LAUNCH_ISA_NAME, update, lamb_moments, sum_of_squares, scaled_copy, copy};
 
 }  // namespace launch::LAUNCH_ISA

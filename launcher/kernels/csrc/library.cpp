@@ -10,7 +10,7 @@
 namespace launch {
 namespace {
 
-constexpr int64_t ABI_VERSION = 2;  // to be raised with every change of spans.h or of the functions below
+constexpr int64_t ABI_VERSION = 3;  // to be raised with every change of spans.h or of the functions below
 
 // Memory of some 2 MB: long runs for the prefetcher, and enough chunks to share out. Sums are taken by chunk and added
 // in order, so they do not depend on the number of threads.
@@ -135,6 +135,14 @@ LAUNCH_EXPORT void launch_scaled_copy(int64_t isa, float* target, const float* s
   for_each(chunks.size(), num_threads, [&](int64_t k) {
     kernels.scaled_copy(target, source, scale, chunks[k].begin, chunks[k].end);
   });
+}
+
+// Bytes of any type, otherwise as `launch_scaled_copy`.
+LAUNCH_EXPORT void launch_copy(int64_t isa, char* target, const char* source, int64_t num_bytes, int64_t num_threads) {
+  const Kernels& kernels = kernels_at(isa);
+  std::vector<Chunk> chunks;
+  append_chunks(chunks, 0, num_bytes);
+  for_each(chunks.size(), num_threads, [&](int64_t k) { kernels.copy(target, source, chunks[k].begin, chunks[k].end); });
 }
 
 }  // extern "C"

@@ -38,6 +38,7 @@ struct Kernels {
   Sums (*lamb_moments)(const Span& span, int64_t begin, int64_t end, float grad_scale);
   double (*sum_of_squares)(const Array& array, int64_t begin, int64_t end);
   void (*scaled_copy)(float* target, const float* source, float scale, int64_t begin, int64_t end);
+  void (*copy)(char* target, const char* source, int64_t begin, int64_t end);
 };
 
 namespace avx512 { extern const Kernels kernels; }
