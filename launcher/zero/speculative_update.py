@@ -75,13 +75,15 @@ class SpeculativeUpdate:
         of_unit.start(self._thread, update)
 
     def finish(self, scale: float, *, is_skipped: bool) -> Collection[int]:
-        """Return the indices of the units that have the update of this step; roll all others back.
+        """Return the indices of the units that have the update of this step; roll the others back, or cancel them.
 
         scale: what the step multiplies gradients by. An update that has failed is rolled back, too: the step takes it
         again, and raises what that raises.
         """
         self._may_start = False
         self._was_clipped = not is_skipped and scale != 1.0 / self._loss_scale()
+        for each in self._of.values():
+            each.cancel()
         begun = [each for each in self._of.values() if each.has_begun]
         is_valid = not is_skipped and scale == self._scale and self._options == self._optimizer.saved_groups()
         if not is_valid:
@@ -163,6 +165,12 @@ class _UnitSpeculation:
                 scaled_copy(kept, tensor, 1.0)  # past the caches
             self._is_copied = True
             update.take()
+
+    def cancel(self) -> None:
+        """Forget an update that the thread has not come to: the step takes it without a copy of what was before."""
+        if self._update is not None and self._running is not None and self._running.cancel():
+            self._update.uncount()
+            self._forget()
 
     def keep(self) -> BaseException | None:
         """Have the update be that of a step; return None, or its error where it has failed and is rolled back."""

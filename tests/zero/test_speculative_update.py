@@ -36,6 +36,7 @@ from launcher.zero.access import (
     safe_set_full_grad,
 )
 from launcher.zero.gathered import GatheredParameters
+from launcher.zero.speculative_update import SpeculativeUpdate, _UnitSpeculation
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 SPECULATIVE = {"device": "cpu", "super_offload": True}
@@ -62,6 +63,7 @@ def _train(rank: int, world_size: int, case: Case, is_speculative: bool, between
                 engine.backward(loss)
                 if between and number % 2:
                     BETWEEN[between](engine, tokens[part], targets[part])
+                _finish_all(engine)
                 engine.step()
                 losses.append(loss.item())
             norms.append(engine.get_global_grad_norm())
@@ -74,6 +76,13 @@ def _train(rank: int, world_size: int, case: Case, is_speculative: bool, between
             kept = speculative.num_kept, speculative.num_rolled_back
         engine.destroy()
     return losses, values, norms, kept
+
+
+def _finish_all(engine: Any) -> None:
+    """Have the thread take all updates that have been given to it: a step cancels those that it has not come to."""
+    engine._sharded.reducer.wait()
+    for of_unit in _speculations(engine):
+        of_unit._running.exception()
 
 
 def assert_the_same(case: Case, world_size: int = 2, between: str = "") -> tuple[int, int]:
@@ -349,9 +358,7 @@ def _without_memory(rank: int, world_size: int) -> tuple[list[bool], int, list[s
                 loss = engine(tokens, targets)
                 with failing if number == 0 and engine is engines[0] else contextlib.nullcontext():
                     engine.backward(loss)
-                    engine._sharded.reducer.wait()
-                    for of_unit in _speculations(engine):
-                        of_unit._running.exception()
+                    _finish_all(engine)
                 engine.step()
             expected = engines[1].state_dict()
             found.append(all(torch.equal(value, expected[name]) for name, value in engines[0].state_dict().items()))
@@ -369,6 +376,46 @@ def test_without_memory_for_the_copies_updates_wait_and_it_is_said_once() -> Non
         assert num_kept == 0
         assert len(lines) == 1
         assert "has failed (no memory today): from here on updates wait for the norm" in lines[0]
+
+
+def _behind(rank: int, world_size: int) -> tuple[list[bool], int, int]:
+    """Return whether each step's weights are those of steps that wait, the updates that were kept, and the units."""
+    engines = []
+    for offload in (SPECULATIVE, HOST):
+        case = Case(2, "bf16", 1, 3, clipping=0.0, unit_numel=2500, zero={**SHARDED, "offload_optimizer": offload})
+        engines.append(launcher.initialize(model=make_model(case), config=case.config(world_size))[0])
+    may_update, run, keeps = threading.Event(), _UnitSpeculation._run, SpeculativeUpdate._keeps
+
+    def run_late(self: Any, *arguments: Any) -> None:
+        assert may_update.wait(TIMEOUT_S * slowness())
+        run(self, *arguments)
+
+    def keep_in_time(self: Any, of_unit: Any) -> bool:
+        may_update.set()
+        return keeps(self, of_unit)
+
+    found = []
+    with (
+        mock.patch.object(_UnitSpeculation, "_run", run_late),
+        mock.patch.object(SpeculativeUpdate, "_keeps", keep_in_time),
+    ):
+        for ((tokens, targets),) in micro_batches(case):
+            may_update.clear()
+            for engine in engines:
+                engine.backward(engine(tokens, targets))
+                engine.step()
+            expected = engines[1].state_dict()
+            found.append(all(torch.equal(value, expected[name]) for name, value in engines[0].state_dict().items()))
+    speculative = engines[0]._sharded.reducer.speculative
+    return found, speculative.num_kept, len(speculative._of)
+
+
+def test_a_step_takes_the_updates_that_the_thread_has_not_come_to() -> None:
+    """Without a copy of masters and states: so a step is not longer than one that waits."""
+    for found, num_kept, num_units in run_on_ranks(2, _behind):
+        assert found == [True] * 3
+        assert num_units > 2
+        assert num_kept == 3  # of each step the one that the thread had begun
 
 
 def _read_elsewhere(rank: int, world_size: int) -> str:
