@@ -47,9 +47,11 @@ class Staged:
         In a torch optimizer this rank's parameters take their places, too.
         """
         own, before = dict(self.model.named_parameters()), self.names_before
-        return replace_parameters(
+        found = replace_parameters(
             optimizer, model_parameters, lambda param: [own[before[param]]] if before.get(param) in own else []
         )
+        has_none = not found if found is not None else not own
+        return [{"params": []}] if has_none else found  # torch's optimizers refuse no list, but an empty one
 
 
 def divide_into_stages(model: nn.Module, settings: Config, mesh: ParallelMesh, num_micro_batches: int) -> Staged | None:

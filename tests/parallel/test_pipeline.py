@@ -493,6 +493,44 @@ def _events(rank: int, world_size: int, name: str) -> list[str]:
     return events
 
 
+def _without_parameters(rank: int, world_size: int, gives: str) -> list[float]:
+    torch.manual_seed(0)
+    layers = [nn.Linear(8, 8), nn.Tanh(), nn.Tanh(), nn.Tanh()]
+    model: Any = launcher.PipelineModule(layers=layers, loss_fn=nn.functional.mse_loss, partition_method="uniform")
+    if world_size == 1:
+        model = nn.Sequential(*layers)
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_accumulation_steps": 2,
+        "steps_per_print": 0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        **({"pipeline": {"stages": world_size}} if world_size > 1 else {}),
+    }
+    given = model.parameters() if gives == "parameters" else None
+    engine = launcher.initialize(model=model, model_parameters=given, config=config)[0]
+    data = [(torch.full((1, 8), 0.1 * index), torch.zeros(1, 8)) for index in range(6)]
+    losses = []
+    for step in range(3):
+        batch = data[2 * step : 2 * step + 2]
+        if world_size > 1:
+            losses.append(engine.train_batch(iter(batch)).item())
+        else:
+            parts = [nn.functional.mse_loss(engine(x), y) for x, y in batch]
+            for part in parts:
+                engine.backward(part)
+                engine.step()
+            losses.append(sum(part.item() for part in parts) / 2)
+    engine.destroy()
+    return losses
+
+
+@pytest.mark.parametrize("gives", ["parameters", "nothing"])
+def test_a_stage_without_parameters_trains_with_the_others(gives: str) -> None:
+    [expected] = run_on_ranks(1, _without_parameters, gives)
+    for losses in run_on_ranks(2, _without_parameters, gives):
+        assert losses == pytest.approx(expected, rel=1e-5)
+
+
 @pytest.mark.parametrize("name", ["1f1b", "zero bubble, V"])
 def test_the_norm_of_the_last_step_is_asked_for_behind_forwards(name: str) -> None:
     """On a GPU the host waits for it: the device has the update and these forwards to work on meanwhile."""
