@@ -38,7 +38,7 @@ ENGINES = ("ours", "plain", "DDP", "FSDP2", "DeepSpeed")
 GPU_TESTS = (
     *("tests/optim/test_gpu.py", "tests/zero/test_offload_gpu.py", "tests/activation/test_checkpointing.py"),
     *("tests/monitor/test_loss.py", "tests/checkpoint/test_rng.py", "tests/comm/test_compressed.py"),
-    "tests/kernels/test_triton.py",
+    *("tests/kernels/test_triton.py", "tests/parallel/test_grouped_experts.py"),
 )
 HOST = {"device": "cpu"}
 OPTIMIZER = {"stage": 2, "offload_optimizer": HOST}

@@ -11,6 +11,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+from harness.launch.command import slowness
 from harness.logs import logged
 from harness.train.checkpoint_runs import make_engine, saves_held, train
 from harness.train.ranks import run_on_ranks
@@ -115,7 +116,8 @@ def test_a_rank_that_comes_late_is_waited_for_and_said_once(tmp_path: Path) -> N
 def _last_rank_is_missing(rank: int, world_size: int, folder: str) -> str:
     engine = make_engine(world_size, 1)
     said = ""
-    with mock.patch.object(exchange, "timeouts", return_value=Timeouts(other_ranks_s=0.5)):
+    engine.any_rank(False)  # those that save come together
+    with mock.patch.object(exchange, "timeouts", return_value=Timeouts(other_ranks_s=2.0 * slowness())):
         if rank < world_size - 1:
             said = _said(engine.save_checkpoint, folder)
     engine.any_rank(False)

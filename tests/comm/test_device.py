@@ -169,7 +169,8 @@ def test_cuda_is_named_only_where_nothing_else_is_meant() -> None:
     naming = {path.name for path in package.rglob("*.py") if re.search(r"torch\.cuda\b|\bis_cuda\b", path.read_text())}
     # Versions of CUDA's libraries, names of NVIDIA's GPUs, Triton, cudaHostRegister, and what sentences call it.
     versions, sentences = {"environment.py", "op_builders.py"}, {"accelerator.py", "names.py"}
-    assert naming == versions | sentences | {"flops.py", "triton_kernels.py", "device.py", "torch_tools.py"}
+    kernels = {"triton_kernels.py", "program_shape.py", "grouped.py"}  # of NVIDIA's GPUs
+    assert naming == versions | sentences | kernels | {"flops.py", "device.py", "torch_tools.py"}
 
 
 def test_more_ranks_than_gpus_are_an_error(gpus: Gpus) -> None:

@@ -302,9 +302,11 @@ def test_the_traceback_is_shown_once_and_those_of_victims_are_in_their_logs_only
         def on_term(number, frame):
             raise ConnectionError(f"peer of {os.environ['RANK']} has gone")
         signal.signal(signal.SIGTERM, on_term)
-        print("before")
+        print("before", flush=True)
+        open(f"ready_{os.environ['RANK']}", "w").close()
         if os.environ["RANK"] == "1":
-            time.sleep(0.3)
+            while not all(os.path.exists(f"ready_{rank}") for rank in (0, 2)):
+                time.sleep(0.05)
             raise ValueError("the cause")
         time.sleep(600)
         """,
