@@ -140,7 +140,8 @@ _STREAMED_BYTES = 2**20  # a copy of so much goes past the caches: the second-le
 def scaled_copy(target: Tensor, source: Tensor, scale: float) -> None:
     """Write `source` times `scale` to `target`, of the same shape, by the quickest way there is."""
     kernel = cpu_kernel_status().kernel if target.nbytes >= _STREAMED_BYTES else None
-    are_alike = target.dtype == source.dtype and target.device.type == source.device.type == "cpu"
+    are_alike = (target.dtype, target.shape) == (source.dtype, source.shape)
+    are_alike = are_alike and target.device.type == source.device.type == "cpu"
     if kernel is None or not (are_alike and target.is_contiguous() and source.is_contiguous()):
         kernel = None
     if scale == 1.0:

@@ -241,6 +241,11 @@ def test_a_copy_takes_what_the_kernel_does_not(scale: float) -> None:
             assert torch.equal(target, given * scale)
 
 
+def test_a_copy_of_another_length_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="size"):
+        cpu.scaled_copy(torch.empty(2**19), torch.ones(2**19 - 1), 1.0)
+
+
 # ---- the library ----
 
 
