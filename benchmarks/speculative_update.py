@@ -114,11 +114,11 @@ def main() -> None:
             )
         what = f"step, over one that waits, at {milliseconds:g} ms"
         goals.append(Goal(what, "≤ 1.00", f"{own_s / waiting_s:.2f}", own_s <= waiting_s))
-    head = ["a layer's forward", *(f"{name}, ms" for name in samples), "waits, over the longer", "own, over the longer"]
+    head = ["a layer's forward", *(f"{name}, ms" for name in samples), f"{WAITS} / longer", f"{SPECULATIVE} / longer"]
     numel = arguments.layers * arguments.width**2
     text = (
-        f"{numel / 1e6:.0f} M parameters in {arguments.layers} units; medians and quartiles. The longer: of compute and"
-        f" update.\n\n{table(head, rows)}\n\n{goals_table(goals)}"
+        f"{numel / 1e6:.0f} M parameters in {arguments.layers} units; medians and quartiles. The last columns: over the"
+        f" longer one of compute and update.\n\n{table(head, rows)}\n\n{goals_table(goals)}"
     )
     section.write(rounds_text(arguments.rounds, "steps in turns"), text, arguments.output)
 

@@ -16,8 +16,7 @@ NOTICE_SIGNAL = signal.SIGUSR1
 STACKS_SIGNAL = signal.SIGURG
 
 _held: list[int] = []  # notices that came before anybody listened
-# Process groups of programs that a process waits for, and that are of no use without it, behind its pid.
-helpers: set[tuple[int, int]] = set()
+child_groups: set[tuple[int, int]] = set()  # (pid of the parent, process group) to kill when the parent exits
 
 
 def hold_notices() -> None:
@@ -60,10 +59,10 @@ def raise_at_interrupt() -> None:
 
 
 @atexit.register
-def end_helpers() -> None:
-    """Kill what the threads of this process wait for: at its end nobody else does."""
-    for pid, group in tuple(helpers):
-        if pid != os.getpid():  # those of a parent that has forked this process
+def kill_child_groups() -> None:
+    """Kill the process groups in `child_groups` that this process has started; daemon threads do not at its exit."""
+    for pid, group in tuple(child_groups):
+        if pid != os.getpid():  # inherited by a fork
             continue
         try:
             os.killpg(group, signal.SIGKILL)
@@ -72,7 +71,7 @@ def end_helpers() -> None:
 
 
 def _leave(_number: int, _frame: object) -> None:
-    end_helpers()
+    kill_child_groups()
     os._exit(ExitCode.INTERRUPTED)
 
 

@@ -25,7 +25,9 @@ from launcher.base.log import get_logger
 from launcher.kernels.api import DeviceScale, Rule, Span
 from launcher.kernels.check import SpanTypes
 
-LEAST_NUMEL = 2**27  # of one rule and types on a rank: fewer take a millisecond, and less than what is measured with
+# Elements on a rank, of one rule and one set of types. With fewer an update reads and writes less than 4 GB, and the
+# memory that the measurement takes could be the peak of the run.
+LEAST_NUMEL = 2**27
 _MEASURED_NUMEL = 2**23
 _LEAST_GAIN = 0.02  # a shape is taken in place of the default only where it is so much faster: less is noise
 _FILE_NAME = "program_shape.json"
@@ -120,7 +122,7 @@ def _cache_manager(key: str) -> Any:
 
     try:
         return get_cache_manager(key)
-    except Exception:  # noqa: BLE001  # it may be another class than Triton's own, with errors of its own
+    except Exception:  # noqa: BLE001  # TRITON_CACHE_MANAGER may name a class with errors of its own
         return None
 
 

@@ -117,8 +117,8 @@ class TritonKernel:
     def choose_shape(self, rule: Rule, num_states: int, types: SpanTypes, device: torch.device) -> None:
         """Take the fastest shape of programs for updates by rules of a kind on spans of these types on a GPU.
 
-        The first call on a kind of GPU compiles and measures several, in about ten seconds and 0.5 GB of its memory;
-        later ones read what it has found from a file. num_states: of a span. Raises nothing: see `program_shape`.
+        The first call on a kind of GPU compiles and measures several, with 0.4 GB of its memory; later ones read what
+        it has found from a file. num_states: of a span. Raises nothing: see `program_shape`.
         """
         device = torch.empty(0, device=device).device  # with its index
         states = [types.state] * num_states + [None] * (_MAX_STATES - num_states)

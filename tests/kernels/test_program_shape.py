@@ -6,9 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 from launcher.kernels import program_shape
-from launcher.kernels.program_shape import CANDIDATES, DEFAULT_SHAPE, ProgramShape, choose_shape, fastest
+from launcher.kernels.api import Sgd
+from launcher.kernels.check import SpanTypes
+from launcher.kernels.program_shape import CANDIDATES, DEFAULT_SHAPE, ProgramShape, choose_shape, fastest, key_of
 
 WIDE = ProgramShape(4096, 8)
 assert WIDE in CANDIDATES
@@ -79,7 +82,28 @@ def test_where_none_can_run_the_default_is_taken_and_nothing_kept(folder: Path) 
     assert list(folder.iterdir()) == []
 
 
+class _BrokenCache(Cache):
+    """A manager of TRITON_CACHE_MANAGER, with errors of its own class."""
+
+    class Error(Exception):
+        pass
+
+    def get_file(self, name: str) -> str | None:
+        raise self.Error(name)
+
+    def put(self, text: str, name: str, *, binary: bool) -> None:
+        raise self.Error(name)
+
+
+def test_the_key_tells_rules_with_and_without_states_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: "some GPU")
+    rule = Sgd(lr=0.1, momentum=0.0, dampening=0.0, weight_decay=0.0, is_nesterov=False, is_first=False)
+    keys = {key_of(rule, num_states, SpanTypes(), torch.device("cuda")) for num_states in (0, 1)}
+    assert len(keys) == 2
+
+
 def test_without_a_cache_a_choice_is_made_all_the_same(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    for manager in (lambda _key: None, lambda _key: Cache(tmp_path / "missing")):
+    for manager in (lambda _key: None, lambda _key: Cache(tmp_path / "missing"), lambda _key: _BrokenCache(tmp_path)):
         monkeypatch.setattr(program_shape, "_cache_manager", manager)
         assert choose_shape("a1", measuring({WIDE: 0.5}, [])) == WIDE

@@ -31,6 +31,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from launcher.comm.torch_internals import is_in_transform
+from launcher.kernels.triton_kernels import to_device
 from launcher.zero.hooks import is_read_as_called
 
 _ALIGNMENT_BYTES = 16
@@ -152,8 +153,7 @@ def _places(sizes: Sequence[int], device: torch.device) -> _Places:
     """Queue the copy of `sizes` to the device, and do not wait for it: torch keeps pinned memory until it is done."""
     empty = [index for index, size in enumerate(sizes) if not size]
     table = torch.tensor([*accumulate(sizes), *empty], dtype=torch.int32)
-    if device.type != "cpu":
-        table = table.pin_memory().to(device, non_blocking=True)
+    table = to_device(table, device)
     return _Places(table[: len(sizes)], table[len(sizes) :].long() if empty else None, sum(sizes))
 
 

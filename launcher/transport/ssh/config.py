@@ -26,7 +26,7 @@ from typing import Any
 
 from launcher.base.errors import HostfileError, TransportError
 from launcher.base.fields import named
-from launcher.base.signals import helpers
+from launcher.base.signals import child_groups
 from launcher.base.timeouts import timeouts
 from launcher.cluster.cluster import Host
 from launcher.cluster.nodeset import parse_address
@@ -227,15 +227,15 @@ def run_briefly(argv: Sequence[str], timeout_s: float) -> subprocess.CompletedPr
         text=True,
         errors="surrogateescape",
     ) as process:
-        helper = os.getpid(), process.pid
-        helpers.add(helper)
+        group = os.getpid(), process.pid
+        child_groups.add(group)
         try:
             out, err = process.communicate(timeout=timeout_s)
         except BaseException:  # Ctrl-C included
             os.killpg(process.pid, signal.SIGKILL)  # not reaped yet, so the number is no other group's
             raise
         finally:
-            helpers.discard(helper)
+            child_groups.discard(group)
     return subprocess.CompletedProcess(argv, process.returncode, out, err)
 
 
