@@ -493,7 +493,7 @@ def _events(rank: int, world_size: int, name: str) -> list[str]:
     return events
 
 
-def _without_parameters(rank: int, world_size: int, gives: str) -> list[float]:
+def _without_parameters(rank: int, world_size: int, gives: str, optimizer: str) -> list[float]:
     torch.manual_seed(0)
     layers = [nn.Linear(8, 8), nn.Tanh(), nn.Tanh(), nn.Tanh()]
     model: Any = launcher.PipelineModule(layers=layers, loss_fn=nn.functional.mse_loss, partition_method="uniform")
@@ -503,7 +503,7 @@ def _without_parameters(rank: int, world_size: int, gives: str) -> list[float]:
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 2,
         "steps_per_print": 0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "optimizer": {"type": optimizer, "params": {"lr": 0.01}},
         **({"pipeline": {"stages": world_size}} if world_size > 1 else {}),
     }
     given = model.parameters() if gives == "parameters" else None
@@ -524,10 +524,10 @@ def _without_parameters(rank: int, world_size: int, gives: str) -> list[float]:
     return losses
 
 
-@pytest.mark.parametrize("gives", ["parameters", "nothing"])
-def test_a_stage_without_parameters_trains_with_the_others(gives: str) -> None:
-    [expected] = run_on_ranks(1, _without_parameters, gives)
-    for losses in run_on_ranks(2, _without_parameters, gives):
+@pytest.mark.parametrize(("gives", "optimizer"), [("parameters", "AdamW"), ("nothing", "AdamW"), ("nothing", "Muon")])
+def test_a_stage_without_parameters_trains_with_the_others(gives: str, optimizer: str) -> None:
+    [expected] = run_on_ranks(1, _without_parameters, gives, optimizer)
+    for losses in run_on_ranks(2, _without_parameters, gives, optimizer):
         assert losses == pytest.approx(expected, rel=1e-5)
 
 

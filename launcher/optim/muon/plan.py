@@ -75,7 +75,7 @@ def _split(group: dict[str, Any], is_matrix: Callable[[nn.Parameter], bool]) -> 
         params = [param for param in group["params"] if is_matrix(param) is use_muon]
         if params:
             parts.append({**group, "params": params, "use_muon": use_muon})
-    return parts
+    return parts or [{**group, "use_muon": False}]  # a group without parameters stays one
 
 
 def _summary(groups: list[dict[str, Any]]) -> str:
